@@ -1,0 +1,114 @@
+# Everything starts here: `make serve`, `make test`. Needs Python 3.11+ (with venv), make and a C++ compiler.
+# Stamps in the virtual environment let repeated runs skip what is done.
+
+VENV   ?= .venv
+PYTHON ?= python3
+HOST   ?= 127.0.0.1
+PORT   ?= 8000
+# More flags for the server (`make serve ARGS="--api-key secret"`) or for pytest (`make test TESTS=tests/unit`).
+ARGS   ?=
+TESTS  ?= tests
+
+# torch's CPU build: found by pip as it is configured, else on PyTorch's own index.
+TORCH_CPU       ?= torch==2.13.0+cpu
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN    := $(VENV)/bin
+PY     := $(BIN)/python
+PIP    := $(PY) -m pip --disable-pip-version-check --no-input
+STAMPS := $(VENV)/.stamps
+LOCKS  := deploy/requirements
+NATIVE := $(shell find csrc -type f 2>/dev/null)
+
+# This environment runs on a CPU; where nvcc is at hand, `make NWOR_CUDA=ON` compiles the CUDA library as well.
+export NWOR_CUDA ?= OFF
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+export DO_NOT_TRACK ?= 1
+
+.PHONY: help serve test lint format types lock cuda bench-server setup setup-dev clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make serve    set up, build and serve the bundled demo model on http://$(HOST):$(PORT)"
+	@echo "make test     set up, build and run all tests that need no GPU"
+	@echo "make lint     ruff, check and format      make types   mypy --strict"
+	@echo "make format   let ruff fix and format     make lock    resolve the lock files anew"
+	@echo "make cuda     compile the CUDA library (needs nvcc, no GPU)"
+	@echo "make bench-server   compare with stock vllm serve"
+	@echo "make clean    remove builds and caches    make distclean   the virtual environment too"
+
+serve: setup
+	$(PY) -m server --demo --host $(HOST) --port $(PORT) $(ARGS)
+
+test: setup-dev
+	$(PY) -m pytest $(TESTS)
+
+lint: $(STAMPS)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMPS)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup-dev
+	$(BIN)/mypy
+
+# Compiles the CUDA library for all architectures, which needs nvcc but no GPU; installs nothing.
+cuda: $(STAMPS)/runtime $(STAMPS)/build
+	$(BIN)/cmake -S csrc -B build/cuda -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+		-DNWOR_CUDA=ON -DPython_EXECUTABLE=$(abspath $(PY))
+	$(BIN)/cmake --build build/cuda
+
+bench-server: setup-dev
+	$(PY) -m benchmarks.server $(ARGS)
+
+setup: $(STAMPS)/package
+setup-dev: $(STAMPS)/package $(STAMPS)/dev
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed, this is %s: make PYTHON=/path/to/python3.11" % sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: Makefile | $(STAMPS)/venv
+	$(PIP) install --no-deps "$(TORCH_CPU)" || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH_CPU)"
+	@touch $@
+
+$(STAMPS)/runtime: $(LOCKS)/cpu.txt | $(STAMPS)/torch
+	$(PIP) install --no-deps --require-hashes -r $<
+	@touch $@
+
+$(STAMPS)/build: $(LOCKS)/build.txt | $(STAMPS)/venv
+	$(PIP) install --no-deps --require-hashes -r $<
+	@touch $@
+
+$(STAMPS)/dev: $(LOCKS)/dev.txt | $(STAMPS)/runtime $(STAMPS)/build
+	$(PIP) install --no-deps --require-hashes -r $<
+	@touch $@
+
+$(STAMPS)/package: pyproject.toml $(NATIVE) | $(STAMPS)/runtime $(STAMPS)/build
+	@start=$$(date +%s); \
+	$(PIP) install --no-build-isolation --no-deps -e . && \
+	echo "built and installed in $$(( $$(date +%s) - start )) s"
+	@touch $@
+
+# torch for the CPU and the three packages that text models do without stay out of the lock (see cpu.in).
+UV_LOCK = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-annotate --no-header
+
+lock: $(STAMPS)/dev
+	$(UV_LOCK) $(LOCKS)/cpu.in --override $(LOCKS)/overrides.txt --no-emit-package torch \
+		--no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec -o $(LOCKS)/cpu.txt
+	$(UV_LOCK) $(LOCKS)/cuda.in -o $(LOCKS)/cuda.txt
+	$(UV_LOCK) $(LOCKS)/build.in -c $(LOCKS)/cpu.txt -o $(LOCKS)/build.txt
+	$(UV_LOCK) $(LOCKS)/dev.in -c $(LOCKS)/cpu.txt -c $(LOCKS)/build.txt -o $(LOCKS)/dev.txt
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find nwor server tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f $(STAMPS)/package
+
+distclean: clean
+	rm -rf $(VENV)

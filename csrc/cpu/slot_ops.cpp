@@ -1,0 +1,155 @@
+// Bindings of commit_window, log_slots and restore_slots for CPU tensors.
+#include <torch/csrc/stable/ops.h>
+
+#include "slot_checks.h"
+#include "slots.h"
+
+namespace nwor {
+namespace {
+
+// Rows of a window are few and small, so threads only pay from some rows of all layers on.
+constexpr int64_t kGrain = 8;
+
+void check_windows(const int32_t* query_start_loc, const SlotArguments& a) {
+  STD_TORCH_CHECK(query_start_loc[0] >= 0, "query_start_loc: begins with ", query_start_loc[0]);
+  for (int64_t i = 0; i < a.batch; ++i) {
+    STD_TORCH_CHECK(query_start_loc[i] <= query_start_loc[i + 1], "query_start_loc: decreases at ", i);
+    STD_TORCH_CHECK(query_start_loc[i + 1] <= a.tokens, "query_start_loc: window ", i, " ends at row ",
+                    query_start_loc[i + 1], ", but slots has ", a.tokens, " elements");
+  }
+}
+
+void check_slot(int64_t slot, int64_t row, int64_t block_size, int64_t num_blocks) {
+  STD_TORCH_CHECK(slot < block_size * num_blocks, "slots: element ", row, " is ", slot, ", wanted below ",
+                  block_size * num_blocks, " (", num_blocks, " blocks of ", block_size, ")");
+}
+
+struct Move {
+  int64_t row, slot;
+};
+
+// Calls f(layer, row, slot) for every layer and move, in parallel.
+template <typename F>
+void for_each_move(const std::vector<Move>& moves, int64_t layers, const F& f) {
+  const int64_t count = static_cast<int64_t>(moves.size());
+  torch::stable::parallel_for(0, count * layers, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Move& move = moves[static_cast<size_t>(i % count)];
+      f(i / count, move.row, move.slot);
+    }
+  });
+}
+
+void commit_window(Tensor layer_table, std::vector<Tensor> caches, Tensor slots, Tensor query_start_loc,
+                   std::optional<Tensor> commit_counts, std::optional<Tensor> source_index, int64_t num_kv_heads,
+                   int64_t head_size, int64_t block_size, int64_t num_blocks, ScalarType source_dtype,
+                   std::string kv_cache_dtype, std::optional<Tensor> k_scales, std::optional<Tensor> v_scales) {
+  const SlotArguments a = check_slot_arguments(layer_table, caches, slots, query_start_loc, num_kv_heads, head_size,
+                                               block_size, num_blocks);
+  const Format source = source_format(source_dtype, "source_dtype");
+  const Format cache = cache_format(kv_cache_dtype, source);
+  for (const Tensor& tensor : caches) check_cache_dtype(tensor, "caches", cache);
+  STD_TORCH_CHECK(commit_counts.has_value() != source_index.has_value(),
+                  "commit_counts, source_index: exactly one of them is wanted");
+  const int32_t* starts = query_start_loc.const_data_ptr<int32_t>();
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  check_windows(starts, a);
+  int64_t k_per_layer = 0, v_per_layer = 0;
+  if (k_scales) k_per_layer = check_layer_scales(*k_scales, "k_scales", a.layers, num_kv_heads, layer_table);
+  if (v_scales) v_per_layer = check_layer_scales(*v_scales, "v_scales", a.layers, num_kv_heads, layer_table);
+
+  std::vector<Move> moves;
+  if (commit_counts) {
+    check_vector(*commit_counts, "commit_counts", ScalarType::Int, a.batch, layer_table);
+    const int32_t* counts = commit_counts->const_data_ptr<int32_t>();
+    for (int64_t i = 0; i < a.batch; ++i) {
+      const int64_t length = starts[i + 1] - starts[i];
+      STD_TORCH_CHECK(counts[i] <= length, "commit_counts: element ", i, " is ", counts[i], ", but the window has ",
+                      length, " tokens");
+      for (int64_t row = starts[i]; row < starts[i] + counts[i]; ++row) {
+        check_slot(slot[row], row, block_size, num_blocks);
+        if (slot[row] >= 0) moves.push_back({row, slot[row]});
+      }
+    }
+  } else {
+    check_vector(*source_index, "source_index", ScalarType::Int, a.tokens, layer_table, true);
+    const int32_t* sources = source_index->const_data_ptr<int32_t>();
+    for (int64_t row = starts[0]; row < starts[a.batch]; ++row) {
+      check_slot(slot[row], row, block_size, num_blocks);
+      STD_TORCH_CHECK(sources[row] < a.tokens, "source_index: element ", row, " is ", sources[row],
+                      ", but there are ", a.tokens, " rows");
+      if (slot[row] >= 0 && sources[row] >= 0) moves.push_back({sources[row], slot[row]});
+    }
+  }
+
+  const auto* table = static_cast<const LayerRow*>(layer_table.const_data_ptr());
+  const float* k = k_scales ? k_scales->const_data_ptr<float>() : nullptr;
+  const float* v = v_scales ? v_scales->const_data_ptr<float>() : nullptr;
+  const SlotShape shape{num_kv_heads, head_size, block_size};
+  for_each_move(moves, a.layers, [&](int64_t layer, int64_t row, int64_t to) {
+    commit_token(table[layer], shape, row, to, source, cache, {k ? k + layer * k_per_layer : nullptr, k_per_layer > 1},
+                 {v ? v + layer * v_per_layer : nullptr, v_per_layer > 1});
+  });
+}
+
+// Draft rows of each window from `first(i)` on whose slots are not negative.
+template <typename F>
+std::vector<Move> draft_moves(const int32_t* starts, const int64_t* slots, const SlotArguments& a, int64_t block_size,
+                              int64_t num_blocks, const F& first) {
+  check_windows(starts, a);
+  std::vector<Move> moves;
+  for (int64_t i = 0; i < a.batch; ++i) {
+    for (int64_t row = starts[i] + std::max<int64_t>(first(i), 1); row < starts[i + 1]; ++row) {
+      check_slot(slots[row], row, block_size, num_blocks);
+      if (slots[row] >= 0) moves.push_back({row, slots[row]});
+    }
+  }
+  return moves;
+}
+
+void move_slots(const Tensor& layer_table, const std::vector<Move>& moves, char* log, int64_t log_rows,
+                const SlotArguments& a, const SlotShape& shape, bool to_log) {
+  const auto* table = static_cast<const LayerRow*>(layer_table.const_data_ptr());
+  const int64_t token_bytes = shape.num_kv_heads * shape.head_size * a.element_bytes;
+  for_each_move(moves, a.layers, [&](int64_t layer, int64_t row, int64_t slot) {
+    char* key = log + (layer * 2 * log_rows + row) * token_bytes;
+    char* value = key + log_rows * token_bytes;
+    move_token(table[layer].key_cache, table[layer].key_cache_stride, shape, slot, key, a.element_bytes, to_log);
+    move_token(table[layer].value_cache, table[layer].value_cache_stride, shape, slot, value, a.element_bytes, to_log);
+  });
+}
+
+void log_slots(Tensor layer_table, std::vector<Tensor> caches, Tensor log, Tensor slots, Tensor query_start_loc,
+               int64_t num_kv_heads, int64_t head_size, int64_t block_size, int64_t num_blocks) {
+  const SlotArguments a = check_slot_arguments(layer_table, caches, slots, query_start_loc, num_kv_heads, head_size,
+                                               block_size, num_blocks);
+  check_log(log, a, num_kv_heads * head_size * a.element_bytes, layer_table);
+  const auto moves = draft_moves(query_start_loc.const_data_ptr<int32_t>(), slots.const_data_ptr<int64_t>(), a,
+                                 block_size, num_blocks, [](int64_t) { return 1; });
+  move_slots(layer_table, moves, static_cast<char*>(log.mutable_data_ptr()), log.size(2), a,
+             {num_kv_heads, head_size, block_size}, true);
+}
+
+void restore_slots(Tensor layer_table, std::vector<Tensor> caches, Tensor log, Tensor slots, Tensor query_start_loc,
+                   Tensor commit_counts, int64_t num_kv_heads, int64_t head_size, int64_t block_size,
+                   int64_t num_blocks) {
+  const SlotArguments a = check_slot_arguments(layer_table, caches, slots, query_start_loc, num_kv_heads, head_size,
+                                               block_size, num_blocks);
+  check_log(log, a, num_kv_heads * head_size * a.element_bytes, layer_table);
+  check_vector(commit_counts, "commit_counts", ScalarType::Int, a.batch, layer_table);
+  const int32_t* counts = commit_counts.const_data_ptr<int32_t>();
+  const auto moves = draft_moves(query_start_loc.const_data_ptr<int32_t>(), slots.const_data_ptr<int64_t>(), a,
+                                 block_size, num_blocks, [counts](int64_t i) { return counts[i]; });
+  // The log is only read: move_token copies out of it.
+  move_slots(layer_table, moves, const_cast<char*>(static_cast<const char*>(log.const_data_ptr())), log.size(2), a,
+             {num_kv_heads, head_size, block_size}, false);
+}
+
+}  // namespace
+}  // namespace nwor
+
+STABLE_TORCH_LIBRARY_IMPL(nwor, CPU, m) {
+  m.impl("commit_window", TORCH_BOX(&nwor::commit_window));
+  m.impl("log_slots", TORCH_BOX(&nwor::log_slots));
+  m.impl("restore_slots", TORCH_BOX(&nwor::restore_slots));
+}

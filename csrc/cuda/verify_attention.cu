@@ -1,0 +1,80 @@
+#include <algorithm>
+
+#include "verify_launch.cuh"
+
+namespace nwor {
+namespace {
+
+constexpr size_t kAlignment = 256;
+constexpr int kMinTiles = 6;  // fewest tiles of a group that are worth another worker
+
+size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+__global__ void hopper_probe() {}
+
+// Whether this library holds Hopper's own machine code; a build for other architectures runs there by its PTX.
+bool compiled_for_hopper() {
+  static const bool compiled = [] {
+    cudaFuncAttributes attributes{};
+    return cudaFuncGetAttributes(&attributes, hopper_probe) == cudaSuccess && attributes.binaryVersion == 90 &&
+           attributes.ptxVersion == 90;
+  }();
+  return compiled;
+}
+
+size_t ticket_bytes(int num_sms) {
+  return round_up(static_cast<size_t>(num_sms) * kMaxBlocksPerSm * sizeof(int), kAlignment);
+}
+
+}  // namespace
+
+// Tickets, then for two partial results per thread block: maximum, sum and weighted values of each row. A thread
+// block keeps up to 24 rows more than the window has.
+size_t verify_workspace_bytes(int num_sms, int num_heads, int num_kv_heads, int head_size, int max_query_len) {
+  const size_t window_rows = static_cast<size_t>(num_heads / num_kv_heads) * max_query_len;
+  const size_t rows = std::min<size_t>(round_up(window_rows, 8) + 24, kMaxRows);
+  return ticket_bytes(num_sms) + size_t{2} * num_sms * kMaxBlocksPerSm * rows * (head_size + 2) * sizeof(float);
+}
+
+cudaError_t launch_verify_attention(VerifyParams params, int head_size, int max_query_len, void* workspace,
+                                    size_t workspace_bytes, int num_sms, cudaStream_t stream) {
+  LaunchRequest request{};
+  int major = 0;
+  if (const cudaError_t status = cudaGetDevice(&request.device); status != cudaSuccess) return status;
+  if (const cudaError_t status = cudaDeviceGetAttribute(&request.max_shared_bytes,
+                                                        cudaDevAttrMaxSharedMemoryPerBlockOptin, request.device);
+      status != cudaSuccess)
+    return status;
+  if (const cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, request.device);
+      status != cudaSuccess)
+    return status;
+  if (workspace_bytes <
+      verify_workspace_bytes(num_sms, params.num_heads, params.num_kv_heads, head_size, max_query_len))
+    return cudaErrorInvalidValue;
+  params.group = Divisor(params.num_heads / params.num_kv_heads);
+  params.block = Divisor(params.block_size);
+  params.whole_tiles = params.block_size % kTileTokens == 0;
+  params.tickets = static_cast<int*>(workspace);
+  params.partial_stats = reinterpret_cast<float2*>(static_cast<char*>(workspace) + ticket_bytes(num_sms));
+  params.min_tiles = kMinTiles;
+  request.params = params;
+  request.rows = params.num_heads / params.num_kv_heads * max_query_len;
+  request.num_sms = num_sms;
+  request.has_clusters = major >= 9;
+  request.has_wgmma = major == 9 && compiled_for_hopper();
+  request.stream = stream;
+  switch (head_size) {
+    case 64:
+      return launch_head64(request);
+    case 96:
+      return launch_head96(request);
+    case 128:
+      return launch_head128(request);
+    case 256:
+      return launch_head256(request);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace nwor

@@ -1,0 +1,42 @@
+// Head size 128. Columns: row tiles, row warps, groups, stages; then blocks per multiprocessor.
+// The last choice is for devices with 99 KiB of shared memory per block, and takes more rows in chunks.
+#include "verify_launch.cuh"
+
+namespace nwor {
+namespace {
+
+// Columns: row tiles, stages; then blocks per multiprocessor.
+template <Kind kKind>
+cudaError_t launch_wgmma(LaunchRequest request) {
+  request.rows = std::min(request.rows, 72);
+  return launch_first_fitting<Choice<WarpgroupShape<128, 3, 3, kKind>, 2>, Choice<WarpgroupShape<128, 5, 3, kKind>, 2>,
+                              Choice<WarpgroupShape<128, 9, 2, kKind>, 2>>(request);
+}
+
+template <Kind kKind>
+cudaError_t launch_16bit(LaunchRequest request) {
+  request.rows = std::min(request.rows, 72);
+  return launch_first_fitting<Choice<Shape<128, 1, 1, 4, 3, kKind>, 2>, Choice<Shape<128, 2, 1, 4, 3, kKind>, 2>,
+                              Choice<Shape<128, 3, 1, 4, 3, kKind>, 2>, Choice<Shape<128, 3, 2, 2, 5, kKind>, 2>,
+                              Choice<Shape<128, 3, 3, 2, 5, kKind>, 2>, Choice<Shape<128, 3, 2, 2, 4, kKind>, 1>>(
+      request);
+}
+
+cudaError_t launch_fp8(LaunchRequest request) {
+  constexpr Kind kKind = Kind::kFp8;
+  request.rows = std::min(request.rows, 72);
+  return launch_first_fitting<Choice<Shape<128, 1, 1, 4, 4, kKind>, 3>, Choice<Shape<128, 2, 1, 4, 4, kKind>, 3>,
+                              Choice<Shape<128, 3, 1, 4, 4, kKind>, 3>, Choice<Shape<128, 3, 2, 2, 6, kKind>, 3>,
+                              Choice<Shape<128, 3, 3, 2, 8, kKind>, 2>>(request);
+}
+
+}  // namespace
+
+cudaError_t launch_head128(const LaunchRequest& request) {
+  if (request.params.is_fp8) return launch_fp8(request);
+  if (request.has_wgmma && request.rows > 16)
+    return request.params.is_bf16 ? launch_wgmma<Kind::kBf16>(request) : launch_wgmma<Kind::kFp16>(request);
+  return request.params.is_bf16 ? launch_16bit<Kind::kBf16>(request) : launch_16bit<Kind::kFp16>(request);
+}
+
+}  // namespace nwor

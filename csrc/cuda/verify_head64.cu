@@ -1,0 +1,46 @@
+// Head size 64. Columns: row tiles, row warps, groups, stages; then blocks per multiprocessor.
+#include "verify_launch.cuh"
+
+namespace nwor {
+namespace {
+
+// Columns: row tiles, stages; then blocks per multiprocessor.
+template <Kind kKind>
+cudaError_t launch_wgmma(LaunchRequest request) {
+  request.rows = std::min(request.rows, 72);
+  return launch_first_fitting<Choice<WarpgroupShape<64, 1, 3, kKind>, 3>, Choice<WarpgroupShape<64, 2, 3, kKind>, 3>,
+                              Choice<WarpgroupShape<64, 3, 3, kKind>, 3>, Choice<WarpgroupShape<64, 5, 3, kKind>, 3>,
+                              Choice<WarpgroupShape<64, 9, 3, kKind>, 2>>(request);
+}
+
+template <Kind kKind>
+cudaError_t launch_16bit(LaunchRequest request) {
+  request.rows = std::min(request.rows, 80);
+  return launch_first_fitting<Choice<Shape<64, 1, 1, 4, 3, kKind>, 4>, Choice<Shape<64, 2, 1, 4, 3, kKind>, 4>,
+                              Choice<Shape<64, 3, 1, 4, 3, kKind>, 4>, Choice<Shape<64, 5, 1, 4, 3, kKind>, 3>,
+                              Choice<Shape<64, 5, 2, 2, 6, kKind>, 3>>(request);
+}
+
+cudaError_t launch_fp8(LaunchRequest request) {
+  request.rows = std::min(request.rows, 80);
+  constexpr Kind kKind = Kind::kFp8;
+  return launch_first_fitting<Choice<Shape<64, 1, 1, 4, 6, kKind>, 4>, Choice<Shape<64, 2, 1, 4, 6, kKind>, 4>,
+                              Choice<Shape<64, 3, 1, 4, 6, kKind>, 3>, Choice<Shape<64, 5, 1, 4, 6, kKind>, 3>,
+                              Choice<Shape<64, 5, 2, 2, 10, kKind>, 3>>(request);
+}
+
+// Few units leave each multiprocessor few thread blocks; then the warpgroup kernel's shorter chain wins.
+bool few_units(const LaunchRequest& request) {
+  return request.params.batch * request.params.num_kv_heads < 2 * request.num_sms;
+}
+
+}  // namespace
+
+cudaError_t launch_head64(const LaunchRequest& request) {
+  if (request.params.is_fp8) return launch_fp8(request);
+  if (request.has_wgmma && (request.rows > 24 || few_units(request)))
+    return request.params.is_bf16 ? launch_wgmma<Kind::kBf16>(request) : launch_wgmma<Kind::kFp16>(request);
+  return request.params.is_bf16 ? launch_16bit<Kind::kBf16>(request) : launch_16bit<Kind::kFp16>(request);
+}
+
+}  // namespace nwor

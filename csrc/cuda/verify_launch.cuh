@@ -1,0 +1,139 @@
+// Host side of one head size: picks the instantiation that wastes least and launches it.
+#pragma once
+
+#include <algorithm>
+#include <mutex>
+
+#include "verify_wgmma.cuh"
+
+namespace nwor {
+
+struct LaunchRequest {
+  VerifyParams params;
+  int rows;  // query rows of the longest window for one KV head
+  int device, num_sms, max_shared_bytes;
+  bool has_clusters;
+  bool has_wgmma;
+  cudaStream_t stream;
+};
+
+// What a device makes of one instantiation: how many workers of each cluster size it runs at a time.
+struct Residency {
+  cudaError_t status = cudaErrorUnknown;
+  int blocks = 0;                       // per multiprocessor
+  int workers[kMaxCluster + 1] = {};    // by cluster size: 1, 2, 4, 8
+};
+
+inline cudaLaunchConfig_t launch_config(int blocks, int threads, int shared_bytes, int cluster,
+                                        cudaLaunchAttribute* attribute, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  if (cluster > 1) {
+    attribute->id = cudaLaunchAttributeClusterDimension;
+    attribute->val.clusterDim.x = cluster;
+    attribute->val.clusterDim.y = 1;
+    attribute->val.clusterDim.z = 1;
+    config.attrs = attribute;
+    config.numAttrs = 1;
+  }
+  return config;
+}
+
+using Kernel = void (*)(VerifyParams);
+
+template <class S, int kBlocksPerSm>
+constexpr Kernel kernel_of() {
+  if constexpr (S::kTile == kTileTokens) {
+    return verify_attention_kernel<S, kBlocksPerSm>;
+  } else {
+    return verify_warpgroup_kernel<S, kBlocksPerSm>;
+  }
+}
+
+template <class S, int kBlocksPerSm>
+Residency find_residency(const LaunchRequest& request) {
+  Residency found;
+  const Kernel kernel = kernel_of<S, kBlocksPerSm>();
+  found.status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+  if (found.status != cudaSuccess) return found;
+  found.status =
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found.blocks, kernel, S::kThreads, S::kSharedBytes);
+  if (found.status != cudaSuccess) return found;
+  found.blocks = std::min(found.blocks, kMaxBlocksPerSm);
+  found.workers[1] = found.blocks * request.num_sms;
+  for (int cluster = 2; request.has_clusters && cluster <= kMaxCluster; cluster *= 2) {
+    cudaLaunchAttribute attribute;
+    const cudaLaunchConfig_t config =
+        launch_config(found.workers[1] / cluster * cluster, S::kThreads, S::kSharedBytes, cluster, &attribute, nullptr);
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess)
+      found.workers[cluster] = std::min(clusters, found.workers[1] / cluster);
+  }
+  cudaGetLastError();  // a cluster size that does not fit is not an error
+  return found;
+}
+
+template <class S, int kBlocksPerSm>
+cudaError_t launch(const LaunchRequest& request) {
+  constexpr int kDevices = 64;
+  static std::once_flag once[kDevices];
+  static Residency known[kDevices];
+  if (request.device < 0 || request.device >= kDevices) return cudaErrorInvalidDevice;
+  std::call_once(once[request.device], [&] { known[request.device] = find_residency<S, kBlocksPerSm>(request); });
+  const Residency& residency = known[request.device];
+  if (residency.status != cudaSuccess) return residency.status;
+  if (residency.blocks < 1) return cudaErrorInvalidConfiguration;
+
+  VerifyParams p = request.params;
+  // The largest cluster, as sums within a cluster cost least, that with whole pieces of units keeps at least four
+  // fifths as many thread blocks busy as the best choice does.
+  const int64_t chunks = (request.rows + S::kRows - 1) / S::kRows;
+  const int64_t units = chunks * p.batch * p.num_kv_heads;
+  const auto busy = [&](int cluster) {
+    const int64_t workers = residency.workers[cluster];
+    return units <= workers ? workers / units * units * cluster : 0;
+  };
+  int64_t best = 0;
+  for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) best = std::max(best, busy(cluster));
+  p.cluster = 1;
+  for (int cluster = 2; cluster <= kMaxCluster; cluster *= 2)
+    if (busy(cluster) > 0 && busy(cluster) * 5 >= best * 4) p.cluster = cluster;
+  p.workers = residency.workers[p.cluster];
+  p.by_workers = Divisor(p.workers);
+  p.min_tiles *= S::kGroups * p.cluster;
+  const int blocks = p.workers * p.cluster;
+  p.partial_output = reinterpret_cast<float*>(p.partial_stats + 2 * static_cast<int64_t>(blocks) * S::kRows);
+  cudaLaunchAttribute attribute;
+  const cudaLaunchConfig_t config =
+      launch_config(blocks, S::kThreads, S::kSharedBytes, p.cluster, &attribute, request.stream);
+  return cudaLaunchKernelEx(&config, kernel_of<S, kBlocksPerSm>(), p);
+}
+
+// A Shape and how many blocks of it share a multiprocessor.
+template <class S, int kBlocksPerSm>
+struct Choice {
+  static bool fits(const LaunchRequest& request) {
+    return request.rows <= S::kRows && S::kSharedBytes <= request.max_shared_bytes;
+  }
+  static cudaError_t run(const LaunchRequest& request) { return launch<S, kBlocksPerSm>(request); }
+};
+
+// The first choice that keeps all rows and fits; otherwise the last (it takes the rows in chunks).
+template <class First, class... Rest>
+cudaError_t launch_first_fitting(const LaunchRequest& request) {
+  if constexpr (sizeof...(Rest) == 0) {
+    return First::run(request);
+  } else {
+    return First::fits(request) ? First::run(request) : launch_first_fitting<Rest...>(request);
+  }
+}
+
+cudaError_t launch_head64(const LaunchRequest& request);
+cudaError_t launch_head96(const LaunchRequest& request);
+cudaError_t launch_head128(const LaunchRequest& request);
+cudaError_t launch_head256(const LaunchRequest& request);
+
+}  // namespace nwor

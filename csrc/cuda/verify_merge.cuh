@@ -1,0 +1,294 @@
+// The end of a segment: what the groups, the cluster's thread blocks and the workers found becomes one result.
+#pragma once
+
+#include "verify_tile.cuh"
+
+namespace nwor {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kNoScore = -1e30f;  // the running maximum of a row that has seen nothing
+
+template <class S>
+struct MergeSpace {
+  char* shared;
+  __device__ __forceinline__ float* ring() const { return reinterpret_cast<float*>(shared + S::kQueryBytes); }
+  __device__ __forceinline__ float* sum() const { return reinterpret_cast<float*>(shared + S::kSumOffset); }
+  __device__ __forceinline__ float2* stats() const { return reinterpret_cast<float2*>(shared + S::kStatsOffset); }
+  __device__ __forceinline__ float2* rows() const { return reinterpret_cast<float2*>(shared + S::kRowsOffset); }
+  __device__ __forceinline__ int64_t* outputs() const { return reinterpret_cast<int64_t*>(shared + S::kOutputOffset); }
+  __device__ __forceinline__ int* flag() const { return reinterpret_cast<int*>(shared + S::kFlagOffset); }
+};
+
+// Weighted values of four positions of a row with the row's maximum and sum; adds up in any fixed order.
+struct Quad {
+  float4 values = make_float4(0.f, 0.f, 0.f, 0.f);
+  float maximum = kNoScore, sum = 0.f;
+
+  __device__ __forceinline__ void add(float2 stats, float4 part) {
+    const float higher = fmaxf(maximum, stats.x);
+    const float own = exp2_fast(maximum - higher), other = exp2_fast(stats.x - higher);
+    values.x = values.x * own + part.x * other;
+    values.y = values.y * own + part.y * other;
+    values.z = values.z * own + part.z * other;
+    values.w = values.w * own + part.w * other;
+    sum = sum * own + stats.y * other;
+    maximum = higher;
+  }
+};
+
+// Adds a row's sink to its maximum and sum, and writes its log-sum-exp. Returns the factor by which the weighted
+// values shrink.
+static __device__ __noinline__ float finish_special_row(const VerifyParams& p, int start, int kv_head, int packed,
+                                                        float maximum, float& sum, bool write_lse) {
+  const PackedRow row(p, packed);
+  const int head = kv_head * static_cast<int>(p.group.value) + row.head;
+  float factor = 1.f;
+  if (p.ancestor_mask != nullptr && __ldg(p.ancestor_mask + start + row.token) == 0) {  // it sees nothing at all
+    maximum = kNoScore;
+    sum = 0.f;
+  }
+  if (p.sinks != nullptr) {
+    const float sink = (p.sinks_float ? static_cast<const float*>(p.sinks)[head]
+                                      : to_float(static_cast<const uint16_t*>(p.sinks)[head], p.is_bf16)) *
+                       kLog2e;
+    const float higher = fmaxf(maximum, sink);
+    factor = exp2f(maximum - higher);
+    sum = sum * factor + exp2f(sink - higher);
+    maximum = higher;
+  }
+  if (write_lse && p.lse != nullptr)
+    p.lse[head * p.lse_head + start + row.token] = (maximum + log2f(sum)) * 0.6931471805599453f;
+  return factor;
+}
+
+// What a row's weighted values are multiplied with to give the output; one caller of each row writes the
+// log-sum-exp.
+template <bool kFp8>
+__device__ __forceinline__ float finish_row(const VerifyParams& p, const Segment& segment, int row, float maximum,
+                                            float sum, bool write_lse) {
+  float factor = 1.f;
+  if (p.sinks != nullptr || p.lse != nullptr || p.ancestor_mask != nullptr)
+    factor = finish_special_row(p, segment.work.start, segment.head, segment.first_row + row, maximum, sum, write_lse);
+  if (kFp8 && p.v_scale != nullptr) factor *= p.v_scale[p.v_scale_count == 1 ? 0 : segment.head];
+  return sum == 0.f ? 0.f : __fdividef(factor, sum);  // a row that sees nothing is zero
+}
+
+// Where a packed row begins in the output, in elements.
+__device__ __forceinline__ int64_t output_row(const VerifyParams& p, const Segment& segment, int row) {
+  const PackedRow packed(p, segment.first_row + row);
+  return (segment.work.start + packed.token) * p.output_token +
+         (static_cast<int64_t>(segment.head) * p.group.value + packed.head) * p.output_head;
+}
+
+// Four numbers of a fragment's row lie where the transposed product left them: an fp8 tile's next to one another,
+// a 16-bit tile's as two pairs eight columns apart. `position` counts in the order in which they are kept until here.
+template <class S>
+__device__ __forceinline__ void store_four(const VerifyParams& p, int64_t row_begin, int position, float4 value,
+                                           float factor) {
+  value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
+  if constexpr (!S::kFp8) value = make_float4(value.x, value.z, value.y, value.w);
+  uint2 words;
+  if (p.is_bf16) {
+    words = make_uint2(pack2<Kind::kBf16>(value.x, value.y), pack2<Kind::kBf16>(value.z, value.w));
+  } else {
+    words = make_uint2(pack2<Kind::kFp16>(value.x, value.y), pack2<Kind::kFp16>(value.z, value.w));
+  }
+  const int column = S::kFp8 ? position : position / 16 * 16 + position % 16 / 2;
+  constexpr int kSecond = S::kFp8 ? 2 : 8;
+  uint16_t* output = static_cast<uint16_t*>(p.output) + row_begin + column;
+  if (p.aligned) {
+    *reinterpret_cast<uint32_t*>(output) = words.x;
+    *reinterpret_cast<uint32_t*>(output + kSecond) = words.y;
+  } else {
+    output[0] = words.x & 0xffff;
+    output[1] = words.x >> 16;
+    output[kSecond] = words.y & 0xffff;
+    output[kSecond + 1] = words.y >> 16;
+  }
+}
+
+template <class S>
+__device__ __forceinline__ void store_quad(const VerifyParams& p, const Segment& segment, int row, int position,
+                                           const Quad& quad) {
+  if (row >= segment.row_count) return;
+  const float factor = finish_row<S::kFp8>(p, segment, row, quad.maximum, quad.sum, position == 0);
+  store_four<S>(p, output_row(p, segment, row), position, quad.values, factor);
+}
+
+// Leaves the group's maxima and sums in shared memory.
+template <class S>
+__device__ __forceinline__ void share_stats(int group_index, int warp_row, const float (&maximum)[S::kRowTiles][2],
+                                            const float (&sum)[S::kRowTiles][2], const MergeSpace<S>& space) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < S::kRowTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float l = sum[j][e];
+      l += __shfl_xor_sync(0xffffffffu, l, 4);
+      l += __shfl_xor_sync(0xffffffffu, l, 8);
+      l += __shfl_xor_sync(0xffffffffu, l, 16);
+      if (lane < 4)
+        space.stats()[group_index * S::kRows + warp_row + 8 * j + 2 * lane + e] = make_float2(maximum[j][e], l);
+    }
+}
+
+// Row by row: the groups' weights, the common maximum, and the sum or, where the result is whole, the factor to the
+// output.
+template <class S>
+__device__ __forceinline__ void merge_stats(const VerifyParams& p, const Segment& segment, int slot,
+                                            const MergeSpace<S>& space) {
+  const bool whole = segment.worker_count == 1 && p.cluster == 1;
+  for (int row = threadIdx.x; row < S::kRows; row += S::kThreads) {
+    float2* stats = space.stats() + row;
+    float highest = kNoScore, total = 0.f;
+#pragma unroll
+    for (int g = 0; g < S::kStatGroups; ++g) highest = fmaxf(highest, stats[g * S::kRows].x);
+#pragma unroll
+    for (int g = 0; g < S::kStatGroups; ++g) {
+      const float weight = exp2_fast(stats[g * S::kRows].x - highest);
+      total += stats[g * S::kRows].y * weight;
+      stats[g * S::kRows].x = weight;
+    }
+    if (whole && row < segment.row_count) {
+      total = finish_row<S::kFp8>(p, segment, row, highest, total, true);
+      space.outputs()[row] = output_row(p, segment, row);
+    }
+    if (!whole && p.cluster == 1)
+      __stcg(p.partial_stats + static_cast<int64_t>(slot) * S::kRows + row, make_float2(highest, total));
+    space.rows()[row] = make_float2(highest, total);
+  }
+}
+
+// Adds up what kGroups groups left in shared memory, for kMergeSlices slices of the head from `begin` on: into the
+// output where nobody else has a part of the unit, else into shared memory (for the cluster) or the workspace.
+template <class S>
+__device__ __forceinline__ void emit_slices(const VerifyParams& p, const Segment& segment, int slot, int begin,
+                                            const float* merge, int group_stride, const MergeSpace<S>& space) {
+  const bool in_cluster = p.cluster > 1;
+  const bool whole = segment.worker_count == 1 && !in_cluster;
+  const int row_limit = whole ? min(S::kRows, segment.row_count) : S::kRows;
+  float* target = in_cluster ? space.sum() : p.partial_output + static_cast<int64_t>(slot) * S::kRows * S::kHeadSize;
+  constexpr int kQuads = S::kMergeSlices * 4;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < row_limit * kQuads; i += S::kThreads) {
+    const int row = i / kQuads, position = i % kQuads * 4;
+    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      const float4 part =
+          *reinterpret_cast<const float4*>(merge + g * group_stride + row * S::kMergeStride + position);
+      const float weight = S::kGroups > 1 ? space.stats()[g * S::kRows + row].x : 1.f;
+      total.x += part.x * weight;
+      total.y += part.y * weight;
+      total.z += part.z * weight;
+      total.w += part.w * weight;
+    }
+    if (whole) {
+      store_four<S>(p, space.outputs()[row], begin * 16 + position, total, space.rows()[row].y);
+    } else {
+      *reinterpret_cast<float4*>(target + row * S::kHeadSize + begin * 16 + position) = total;
+    }
+  }
+}
+
+// Where the groups leave their sums, and how far apart, in floats.
+template <class S>
+__device__ __forceinline__ float* merge_buffer(const VerifyParams& p, const MergeSpace<S>& space, int& group_stride) {
+  const bool overlap = S::kOverlap && p.cluster == 1;
+  group_stride = (overlap ? S::kStages * S::kStageBytes : S::kMergeBytes) / 4;
+  return space.ring() + (overlap ? (S::kStages - 1) * S::kStageBytes / 4 : 0);
+}
+
+// Adds the groups of this thread block up.
+template <class S>
+__device__ __forceinline__ void add_groups(const VerifyParams& p, const Segment& segment, int group_index, int warp_row,
+                                           int slot, const float (&accumulator)[S::kHeadSize / 16][S::kRowTiles][4],
+                                           const MergeSpace<S>& space) {
+  const int lane = threadIdx.x % 32;
+  int group_stride;
+  float* merge = merge_buffer<S>(p, space, group_stride);
+  float* mine = merge + group_index * group_stride + (warp_row + lane % 4 * 2) * S::kMergeStride + lane / 4 * 2;
+#pragma unroll
+  for (int begin = 0; begin < S::kHeadSize / 16; begin += S::kMergeSlices) {
+    if (begin > 0) __syncthreads();
+#pragma unroll
+    for (int s = 0; s < S::kMergeSlices; ++s)
+#pragma unroll
+      for (int j = 0; j < S::kRowTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          *reinterpret_cast<float2*>(mine + (8 * j + e) * S::kMergeStride + s * 16) =
+              make_float2(accumulator[begin + s][j][e], accumulator[begin + s][j][2 + e]);
+    __syncthreads();
+    emit_slices<S>(p, segment, slot, begin, merge, group_stride, space);
+  }
+}
+
+// Joins what the cluster's thread blocks, and the unit's workers, left of a unit that nobody has whole.
+template <class S>
+__device__ __forceinline__ void join_parts(const VerifyParams& p, const Segment& segment, int worker, int rank,
+                                           const MergeSpace<S>& space) {
+  constexpr int kRowQuads = S::kHeadSize / 4;
+  constexpr int kQuads = S::kRows * kRowQuads;
+  const auto slot_of = [&](int other) { return 2 * other + (other == segment.first_worker ? 1 : 0); };
+  const int slot = slot_of(worker);
+  // A thread block of the cluster adds up, for all of them, its part of the row quads.
+  const int per_rank = (kQuads + p.cluster - 1) / p.cluster;
+  const int first_quad = rank * per_rank, end_quad = min(first_quad + per_rank, kQuads);
+  const auto stats_of = [&](int of_slot) {
+    return p.partial_stats + (static_cast<int64_t>(of_slot) * p.cluster + rank) * S::kRows;
+  };
+  const auto output_of = [&](int of_slot) {
+    return reinterpret_cast<float4*>(p.partial_output) + static_cast<int64_t>(of_slot) * kQuads;
+  };
+  if (p.cluster > 1) {
+    cluster_sync();
+    const uint32_t rows_address = smem_address(space.rows()), sum_address = smem_address(space.sum());
+#pragma unroll 1
+    for (int i = first_quad + threadIdx.x; i < end_quad; i += S::kThreads) {
+      const int row = i / kRowQuads;
+      Quad quad;
+#pragma unroll 4
+      for (int other = 0; other < p.cluster; ++other)
+        quad.add(cluster_load2(cluster_address(rows_address + row * 8, other)),
+                 cluster_load4(cluster_address(sum_address + i * 16, other)));
+      if (segment.worker_count == 1) {
+        store_quad<S>(p, segment, row, i % kRowQuads * 4, quad);
+      } else {
+        __stcg(output_of(slot) + i, quad.values);
+        __stcg(stats_of(slot) + row, make_float2(quad.maximum, quad.sum));
+      }
+    }
+  }
+  if (segment.worker_count > 1) {
+    // The last worker to leave its part adds all of them up, in their order. The ticket counts them and ends at
+    // zero again.
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      int* ticket = p.tickets + segment.first_worker * p.cluster + rank;
+      const bool last = atomicAdd(ticket, 1) == segment.worker_count - 1;
+      if (last) *ticket = 0;
+      *space.flag() = last;
+    }
+    __syncthreads();
+    if (*space.flag() != 0) {
+      __threadfence();
+#pragma unroll 1
+      for (int i = first_quad + threadIdx.x; i < end_quad; i += S::kThreads) {
+        const int row = i / kRowQuads;
+        Quad quad;
+#pragma unroll 8
+        for (int other = 0; other < segment.worker_count; ++other) {
+          const int from = slot_of(segment.first_worker + other);
+          quad.add(__ldcg(stats_of(from) + row), __ldcg(output_of(from) + i));
+        }
+        store_quad<S>(p, segment, row, i % kRowQuads * 4, quad);
+      }
+    }
+  }
+  if (p.cluster > 1) cluster_sync();  // the others have read this block's shared memory
+}
+
+}  // namespace nwor

@@ -1,0 +1,79 @@
+// Arguments of the verify attention kernels. Knows nothing of Torch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace nwor {
+
+constexpr int kTileTokens = 16;     // cache tokens that a warp multiplies at a time
+constexpr int kMaxWindow = 64;      // bits in an ancestor mask
+constexpr int kMaxRows = 80;        // most query rows that one thread block of any instantiation keeps
+constexpr int kMaxBlocksPerSm = 4;  // most resident thread blocks of any instantiation
+constexpr int kMaxCluster = 8;      // thread blocks that add their results up through distributed shared memory
+
+// Division of n < 2^31 by a number known before the launch: a multiplication and a shift.
+struct Divisor {
+  uint32_t value = 1, multiplier = 1u << 31, shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(uint32_t by) : value(by) {
+    while ((uint64_t{1} << shift) < value) ++shift;
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + value - 1) / value);
+  }
+};
+
+struct VerifyParams {
+  const void* query;             // [T, Hq, D]
+  const void* key;               // [T, Hk, D]
+  const void* value;             // [T, Hk, D]
+  const void* key_cache;         // [num_blocks, block_size, Hk, D]
+  const void* value_cache;       // [num_blocks, block_size, Hk, D]
+  const int* block_table;        // [>=B, max_blocks]
+  const int* query_start_loc;    // [B+1]
+  const int* seq_lens;           // [B]
+  void* output;                  // [T, Hq, D]
+  float* lse;                    // [Hq, T] or null
+  const float* k_scale;          // 1 or Hk numbers, or null
+  const float* v_scale;
+  const void* sinks;             // [Hq] or null
+  const int64_t* ancestor_mask;  // [T] or null
+
+  // Strides in elements.
+  int64_t query_token, query_head, key_token, key_head, value_token, value_head, output_token, output_head;
+  int64_t key_cache_block, key_cache_token, key_cache_head;
+  int64_t value_cache_block, value_cache_token, value_cache_head;
+  int64_t block_table_row, lse_head;
+
+  int batch, num_heads, num_kv_heads, block_size;
+  float scale, softcap;
+  int sliding_window;  // -1: none
+  int k_scale_count, v_scale_count;
+  bool is_bf16;          // query, key, value and output: bf16, else fp16
+  bool is_fp8, is_e5m2;  // the caches
+  bool sinks_float;      // sinks are float32, else the query's dtype
+  bool whole_tiles;      // cache blocks hold whole tiles
+  bool aligned;          // rows of query, key, value and output begin at multiples of 16 bytes
+
+  // Set by launch_verify_attention().
+  Divisor group;          // query heads per KV head
+  Divisor block;          // block_size
+  Divisor by_workers;     // workers
+  int* tickets;           // one per thread block, zero between launches
+  float2* partial_stats;  // [2 * thread blocks, rows] maximum and sum
+  float* partial_output;  // [2 * thread blocks, rows, D]
+  int cluster;            // thread blocks per worker
+  int workers;            // clusters
+  int min_tiles;          // fewest tiles worth a worker of their own
+};
+
+// Bytes of workspace that any call with these limits needs.
+size_t verify_workspace_bytes(int num_sms, int num_heads, int num_kv_heads, int head_size, int max_query_len);
+
+// Queues one kernel. Returns cudaErrorInvalidValue where no kernel serves the shape.
+cudaError_t launch_verify_attention(VerifyParams params, int head_size, int max_query_len, void* workspace,
+                                    size_t workspace_bytes, int num_sms, cudaStream_t stream);
+
+}  // namespace nwor

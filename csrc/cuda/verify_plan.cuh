@@ -1,0 +1,203 @@
+// Which part of the batch's attention each worker computes: found on the device from the lengths, so a captured
+// graph balances whatever batch it is replayed with. A worker is a cluster of thread blocks, or one thread block.
+//
+// A unit is one request's window for one KV head (and one chunk of query rows, where a window has more rows
+// than a thread block keeps). A unit's work is a row of tiles: the context's, then the window's. Where there are
+// no more units than workers, each unit is cut into pieces of one length (the last may be shorter), at most one
+// piece per worker. Otherwise all units' tiles in a row are cut into equal shares, and a unit may straddle workers.
+#pragma once
+
+#include "verify_params.h"
+
+namespace nwor {
+
+constexpr int kMaxContext = (1 << 24) - 1;
+constexpr int kTabledRequests = 128;  // requests whose lengths a thread block keeps in shared memory
+
+struct RequestWork {
+  int start;    // first row of the window in query, key, value
+  int window;   // tokens in the window
+  int context;  // tokens in the cache
+  int tiles;    // of the context from first_tile() on, and of the window
+};
+
+__device__ __forceinline__ int divide(int n, const Divisor& by) {
+  return static_cast<int>(__umulhi(2u * static_cast<uint32_t>(n), by.multiplier) >> by.shift);
+}
+
+// n / by and the remainder, for quotients below 2^20.
+__device__ __forceinline__ int divide_small(int n, int by, int& remainder) {
+  if (n < by || by == 1) {  // the common cases, and much faster
+    remainder = by == 1 ? 0 : n;
+    return by == 1 ? n : 0;
+  }
+  int quotient = static_cast<int>(__fdividef(static_cast<float>(n), static_cast<float>(by)));
+  remainder = n - quotient * by;
+  if (remainder < 0) {
+    --quotient;
+    remainder += by;
+  } else if (remainder >= by) {
+    ++quotient;
+    remainder -= by;
+  }
+  return quotient;
+}
+
+__device__ __forceinline__ int divide_up(int n, int by) {
+  int remainder;
+  const int quotient = divide_small(n, by, remainder);
+  return quotient + (remainder > 0 ? 1 : 0);
+}
+
+template <int kTile>
+__device__ __forceinline__ int window_tiles(int window) {
+  return (window + kTile - 1) / kTile;
+}
+
+// Context tiles before this one lie outside the sliding window.
+template <int kTile>
+__device__ __forceinline__ int first_tile(const VerifyParams& p, int context) {
+  return p.sliding_window > 0 ? max(context - p.sliding_window + 1, 0) / kTile : 0;
+}
+
+template <int kTile>
+__device__ __forceinline__ int count_tiles(const VerifyParams& p, const RequestWork& work) {
+  return work.window == 0 ? 0
+                          : (work.context + kTile - 1) / kTile - first_tile<kTile>(p, work.context) +
+                                window_tiles<kTile>(work.window);
+}
+
+template <int kTile>
+__device__ __forceinline__ RequestWork read_request(const VerifyParams& p, int request) {
+  RequestWork work{};
+  work.start = __ldg(p.query_start_loc + request);
+  const int end = __ldg(p.query_start_loc + request + 1);
+  const int length = __ldg(p.seq_lens + request);
+  work.window = min(max(end - work.start, 0), kMaxWindow);
+  if (work.window == 0) return work;
+  work.context = min(max(length - work.window, 0), kMaxContext);
+  work.tiles = count_tiles<kTile>(p, work);
+  return work;
+}
+
+template <int kTile>
+__device__ __noinline__ RequestWork read_far_request(const VerifyParams& p, int request) {
+  return read_request<kTile>(p, request);
+}
+
+// The requests' lengths, the first of them in shared memory.
+template <int kRows, int kTile>
+struct Requests {
+  const VerifyParams& p;
+  int2* table;  // start; context and, in the top byte, window
+
+  // Called by the whole thread block.
+  __device__ __forceinline__ void fill() const {
+    for (int request = threadIdx.x; request < min(p.batch, kTabledRequests); request += blockDim.x) {
+      const RequestWork work = read_request<kTile>(p, request);
+      table[request] = make_int2(work.start, work.context | work.window << 24);
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ RequestWork get(int request) const {
+    if (request >= p.batch) return RequestWork{};
+    if (request >= kTabledRequests) return read_far_request<kTile>(p, request);
+    const int2 entry = table[request];
+    RequestWork work{entry.x, entry.y >> 24, entry.y & 0xffffff};
+    work.tiles = count_tiles<kTile>(p, work);
+    return work;
+  }
+
+  __device__ __forceinline__ int chunks(const RequestWork& work) const {
+    return (work.window * static_cast<int>(p.group.value) + kRows - 1) / kRows;
+  }
+
+  __device__ __forceinline__ int units(const RequestWork& work) const { return chunks(work) * p.num_kv_heads; }
+};
+
+struct Plan {
+  int share;    // tiles per worker, or per piece
+  bool pieces;  // units are cut into pieces
+  int total;    // tiles of all units
+};
+
+// Pieces may be a sixth longer than an even share; beyond that, straddling is cheaper.
+__device__ __forceinline__ int longest_piece(int even) { return even + even / 6 + 1; }
+__device__ __forceinline__ int next_share(int share) { return share + max(share / 24, 1); }
+
+// Called by whole warps; every warp finds the same plan.
+template <int kRows, int kTile>
+__device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<kRows, kTile>& requests) {
+  const int lane = threadIdx.x % 32;
+  int total = 0, units = 0, longest = 0, shortest = 1 << 30;
+#pragma unroll 1
+  for (int base = 0; base < p.batch; base += 32) {
+    const RequestWork work = requests.get(base + lane);
+    const int own = requests.units(work);
+    units += own;
+    total += own * work.tiles;
+    longest = max(longest, work.tiles);
+    if (own > 0) shortest = min(shortest, work.tiles);
+  }
+  units = __reduce_add_sync(0xffffffffu, units);
+  total = __reduce_add_sync(0xffffffffu, total);
+  const int even = max(divide(total + p.workers - 1, p.by_workers), 1);
+  Plan plan{even, false, total};
+  if (units <= p.workers) {
+    int share = max(even, p.min_tiles);
+    const int limit = max(share, longest_piece(even));
+#pragma unroll 1
+    while (share <= limit) {
+      int pieces = 0;
+#pragma unroll 1
+      for (int base = 0; base < p.batch; base += 32) {
+        const RequestWork work = requests.get(base + lane);
+        pieces += requests.units(work) * divide_up(work.tiles, share);
+      }
+      if (__reduce_add_sync(0xffffffffu, pieces) <= p.workers) {
+        plan.share = share;
+        plan.pieces = true;
+        break;
+      }
+      share = next_share(share);
+    }
+  } else {
+    longest = __reduce_max_sync(0xffffffffu, longest);
+    shortest = __reduce_min_sync(0xffffffffu, shortest);
+    const int whole = divide(units + p.workers - 1, p.by_workers) * longest;
+    if (longest == shortest && whole <= even + even / 16) plan.share = whole;
+  }
+  return plan;
+}
+
+// The request that holds `position`, counted in pieces or in tiles; where its own begin, and how many a unit has.
+template <int kRows, int kTile>
+__device__ __forceinline__ int find_request(const VerifyParams& p, const Requests<kRows, kTile>& requests, const Plan& plan,
+                                            int position, int& begin, int& unit_length) {
+  const int lane = threadIdx.x % 32;
+  int before = 0;
+#pragma unroll 1
+  for (int base = 0; base < p.batch; base += 32) {
+    const RequestWork work = requests.get(base + lane);
+    const int own = plan.pieces ? divide_up(work.tiles, plan.share) : work.tiles;
+    const int length = requests.units(work) * own;
+    int inclusive = length;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, inclusive, distance);
+      if (lane >= distance) inclusive += other;
+    }
+    const unsigned reached = __ballot_sync(0xffffffffu, before + inclusive > position);
+    if (reached != 0) {
+      const int hit = __ffs(static_cast<int>(reached)) - 1;
+      begin = before + __shfl_sync(0xffffffffu, inclusive - length, hit);
+      unit_length = __shfl_sync(0xffffffffu, own, hit);
+      return base + hit;
+    }
+    before += __shfl_sync(0xffffffffu, inclusive, 31);
+  }
+  return -1;
+}
+
+}  // namespace nwor

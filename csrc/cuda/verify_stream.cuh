@@ -1,0 +1,107 @@
+// The tiles of a segment on their way into a group's ring.
+#pragma once
+
+#include "verify_tile.cuh"
+
+namespace nwor {
+
+// What a warp keeps of the segment that its thread block works on.
+template <class S>
+struct Stream {
+  uint32_t ring;      // the group's
+  int first, stride;  // the group's tiles: first + stride * step
+  int looked_up;      // lane i holds the block, and the offset in it, of the tile of step `looked_up` + i
+  int block, offset, next_block, next_offset;
+
+  static __device__ __forceinline__ int group() { return threadIdx.x / 32 / S::kRowWarps; }
+  static __device__ __forceinline__ int row_warp() { return threadIdx.x / 32 % S::kRowWarps; }
+  static __device__ __forceinline__ int row() { return row_warp() * 8 * S::kRowTiles; }
+};
+
+template <class S>
+__device__ __forceinline__ void look_up(const VerifyParams& p, const Segment& segment, const Stream<S>& stream, int step,
+                                        int& block, int& offset) {
+  const int tile = stream.first + stream.stride * (step + static_cast<int>(threadIdx.x % 32));
+  if (tile >= min(segment.end, segment.context_tiles)) return;
+  const int token = (segment.first_context_tile + tile) * S::kTile + S::copy_token();
+  if (token >= segment.work.context) return;
+  const int page = divide(token, p.block);
+  offset = token - page * p.block_size;
+  block = __ldg(p.block_table + segment.request * p.block_table_row + page);
+}
+
+__device__ __forceinline__ float head_scale(const float* scales, int count, int head) {
+  return scales == nullptr ? 1.f : __ldg(scales + (count == 1 ? 0 : head));
+}
+
+// Begins the copy of the tile of a step into stage `slot` of the group's ring; past the last step does nothing.
+template <class S>
+__device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& segment, Stream<S>& stream, int step,
+                                          int slot, char* shared) {
+  constexpr int kElement = S::kFp8 ? 1 : 2;
+  const int tile = stream.first + stream.stride * step;
+  if (tile >= segment.end) return;
+  const uint32_t stage = stream.ring + slot * S::kStageBytes + S::copy_offset();
+  TileRows rows;
+  if (tile < segment.context_tiles) {
+    if (step - stream.looked_up >= 32) {
+      stream.looked_up += 32;
+      stream.block = stream.next_block;
+      stream.offset = stream.next_offset;
+    }
+    if (step == stream.looked_up) look_up<S>(p, segment, stream, step + 32, stream.next_block, stream.next_offset);
+    const int64_t block = __shfl_sync(0xffffffffu, stream.block, step - stream.looked_up);
+    const int64_t offset = __shfl_sync(0xffffffffu, stream.offset, step - stream.looked_up);
+    const int token = (segment.first_context_tile + tile) * S::kTile + S::copy_token();
+    rows.valid = segment.work.context - token;
+    rows.key_stride = p.key_cache_token * kElement;
+    rows.value_stride = p.value_cache_token * kElement;
+    rows.key = static_cast<const char*>(p.key_cache) +
+               (segment.head * p.key_cache_head + block * p.key_cache_block + offset * p.key_cache_token) * kElement;
+    rows.value =
+        static_cast<const char*>(p.value_cache) +
+        (segment.head * p.value_cache_head + block * p.value_cache_block + offset * p.value_cache_token) * kElement;
+    if (!p.whole_tiles) {
+      copy_scattered_tile<S>(p, segment.request, segment.head, token, min(rows.valid, kTileTokens), stage);
+      return;
+    }
+  } else {
+    const int token = (tile - segment.context_tiles) * S::kTile + S::copy_token();
+    rows.valid = segment.work.window - token;
+    if (S::kFp8 || !p.aligned) {
+      char* ring = shared + S::kQueryBytes + (stream.group() * S::kStages + slot) * S::kStageBytes + S::copy_offset();
+      convert_window_tile<S>(p, segment.work.start + token, segment.head, min(rows.valid, kTileTokens),
+                             head_scale(p.k_scale, p.k_scale_count, segment.head),
+                             head_scale(p.v_scale, p.v_scale_count, segment.head), ring);
+      return;
+    }
+    rows.key_stride = p.key_token * 2;
+    rows.value_stride = p.value_token * 2;
+    rows.key = static_cast<const char*>(p.key) +
+               (segment.head * p.key_head + (segment.work.start + token) * p.key_token) * 2;
+    rows.value = static_cast<const char*>(p.value) +
+                 (segment.head * p.value_head + (segment.work.start + token) * p.value_token) * 2;
+  }
+  S::copy(rows, stage);
+}
+
+// Begins a segment: the query rows and the first tiles are on their way when this returns.
+template <class S>
+__device__ __forceinline__ void begin_segment(const VerifyParams& p, const Segment& segment, int rank,
+                                              Stream<S>& stream, char* shared) {
+  stream.stride = p.cluster * S::kGroups;
+  stream.first = segment.tile + rank * S::kGroups + stream.group();
+  stream.looked_up = 0;
+  stream.block = stream.offset = 0;
+  look_up<S>(p, segment, stream, 0, stream.block, stream.offset);
+  stream.next_block = stream.block;
+  stream.next_offset = stream.offset;
+  load_query<S>(p, segment, shared);
+#pragma unroll 1
+  for (int step = 0; step < S::kStages - 1; ++step) {
+    load_tile<S>(p, segment, stream, step, step, shared);
+    copy_async_commit();
+  }
+}
+
+}  // namespace nwor

@@ -1,0 +1,131 @@
+// A worker's way through its part of the plan.
+#pragma once
+
+#include "verify_plan.cuh"
+
+namespace nwor {
+
+// The part of the batch that a worker works on at a time: tiles of one unit. Lies in shared memory: its fields are
+// wanted seldom, and registers are not to spare.
+struct Segment {
+  RequestWork work;
+  int request;
+  int head;                // KV head
+  int first_row;           // of the window's packed rows (token-major, then query head of the group)
+  int row_count;           // packed rows of the window from first_row on
+  int tile, end;           // first tile of the unit, one past the last
+  int context_tiles;       // tiles of the unit before this one are context
+  int first_context_tile;  // of the request, where the unit's begin
+  int first_worker;        // of the workers that share the unit
+  int worker_count;
+};
+
+// Walks a worker's part of the plan, segment by segment.
+struct Walk {
+  Plan plan;
+  int worker, position, end;  // of the plan's pieces or tiles
+  int begin, length;          // of the request's first unit, of each of its units
+};
+
+// In shared memory, kept by the first warp.
+struct Control {
+  Segment segments[2];  // in turns
+  Walk walk;
+  bool more;            // the segment after the current one exists
+};
+constexpr int kControlBytes = (sizeof(Control) + 15) / 16 * 16;
+
+// Finds the next segment; `segment` holds the request and its work of the one before. False where nothing is left.
+template <int kRows, int kTile>
+__device__ __forceinline__ bool next_segment(const VerifyParams& p, const Requests<kRows, kTile>& requests, Walk& walk,
+                                             Segment& segment) {
+#pragma unroll 1
+  while (walk.position < walk.end) {
+    const int tiles = segment.work.tiles;
+    const int chunks = requests.chunks(segment.work);
+    int inside;
+    const int unit = divide_small(walk.position - walk.begin, walk.length, inside);
+    if (unit >= chunks * p.num_kv_heads) {  // on to the next request that has a window
+      walk.begin += chunks * p.num_kv_heads * walk.length;
+      do {
+        if (++segment.request >= p.batch) return false;
+        segment.work = requests.get(segment.request);
+      } while (segment.work.tiles == 0);
+      walk.length = segment.work.tiles;  // a worker of pieces has only one
+      continue;
+    }
+    int chunk;
+    segment.head = divide_small(unit, chunks, chunk);
+    segment.first_row = chunk * kRows;
+    segment.row_count = segment.work.window * static_cast<int>(p.group.value) - segment.first_row;
+    segment.context_tiles = tiles - window_tiles<kTile>(segment.work.window);
+    segment.first_context_tile = first_tile<kTile>(p, segment.work.context);
+    segment.first_worker = walk.worker;
+    segment.worker_count = 1;
+    if (walk.plan.pieces) {
+      segment.tile = inside * walk.plan.share;
+      segment.end = min(segment.tile + walk.plan.share, tiles);
+      segment.first_worker = walk.worker - inside;
+      segment.worker_count = walk.length;
+      ++walk.position;
+    } else {
+      segment.tile = inside;
+      segment.end = min(tiles, inside + walk.end - walk.position);
+      if (segment.end - segment.tile < tiles) {
+        const int unit_begin = walk.position - inside;
+        int unused;
+        segment.first_worker = divide_small(unit_begin, walk.plan.share, unused);
+        segment.worker_count =
+            divide_small(unit_begin + tiles - 1, walk.plan.share, unused) - segment.first_worker + 1;
+      }
+      walk.position += segment.end - segment.tile;
+    }
+    return true;
+  }
+  return false;
+}
+
+// The worker's first segment, found by the first warp. Called by the whole thread block.
+template <int kRows, int kTile>
+__device__ __forceinline__ void begin_walk(const VerifyParams& p, const Requests<kRows, kTile>& requests, int worker,
+                                           Control& control) {
+  requests.fill();
+  if (threadIdx.x < 32) {
+    Walk walk;
+    walk.plan = make_plan(p, requests);
+    walk.worker = worker;
+    walk.position = walk.plan.pieces ? worker : worker * walk.plan.share;
+    walk.end = walk.plan.pieces ? worker + 1 : min(walk.position + walk.plan.share, walk.plan.total);
+    Segment segment;
+    bool more = walk.position < walk.end;
+    if (more) {
+      segment.request = find_request(p, requests, walk.plan, walk.position, walk.begin, walk.length);
+      more = segment.request >= 0;
+    }
+    if (more) {
+      segment.work = requests.get(segment.request);
+      more = next_segment(p, requests, walk, segment);
+    }
+    if (threadIdx.x == 0) {
+      control.segments[0] = segment;
+      control.walk = walk;
+      control.more = more;
+    }
+  }
+  __syncthreads();
+}
+
+// The segment after `segment`. Called by the first thread.
+template <int kRows, int kTile>
+__device__ __forceinline__ void continue_walk(const VerifyParams& p, const Requests<kRows, kTile>& requests,
+                                              const Segment& segment, Segment& next, Control& control) {
+  bool more = control.walk.position < control.walk.end;
+  if (more) {
+    next.request = segment.request;
+    next.work = segment.work;
+    more = next_segment(p, requests, control.walk, next);
+  }
+  control.more = more;
+}
+
+}  // namespace nwor

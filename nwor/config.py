@@ -1,0 +1,119 @@
+"""Settings of NWOR, as they stand in the engine's ``additional_config`` under the key ``nwor``.
+
+They travel inside the engine's own configuration, so they reach every worker of every executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nwor.errors import ConfigError
+from nwor.modes import Mode
+
+#: The key in vLLM's ``additional_config`` that holds the settings below.
+CONFIG_KEY = "nwor"
+
+#: Longest window that the verify kernels take, in tokens.
+MAX_WINDOW = 64
+
+
+@dataclass(frozen=True)
+class NworConfig:
+    """Validated settings of one engine.
+
+    Attributes:
+        mode: the mode in force after start-up.
+        modes: the modes that may be switched to while the engine runs; graphs are captured for each of them.
+        self_check_interval: verify the cache invariants on every N-th verify step; 0 turns the check off.
+
+    """
+
+    mode: Mode = Mode.STAGE
+    modes: tuple[Mode, ...] = (Mode.OFF, Mode.STAGE, Mode.COW)
+    self_check_interval: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that the settings fit together.
+
+        Raises:
+            ConfigError: if the initial mode is not among the enabled ones or a count is negative.
+
+        """
+        if self.mode not in self.modes:
+            enabled = ", ".join(self.modes)
+            raise ConfigError(f"NWOR mode {self.mode.value!r} is not among the enabled modes ({enabled})")
+        if self.self_check_interval < 0:
+            raise ConfigError(
+                f"NWOR setting 'self_check_interval' must be 0 or more, not {self.self_check_interval}"
+            )
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> NworConfig:
+        """Build the settings from plain JSON values.
+
+        Args:
+            settings: what stands under ``additional_config["nwor"]``.
+
+        Raises:
+            ConfigError: for an unknown key, a value of the wrong type or an unknown mode.
+
+        """
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise ConfigError(
+                f"unknown NWOR setting {unknown[0]!r}: the settings are {', '.join(sorted(known))}"
+            )
+        values: dict[str, Any] = {}
+        if "mode" in settings:
+            values["mode"] = Mode.parse(settings["mode"])
+        if "modes" in settings:
+            values["modes"] = _parse_modes(settings["modes"])
+        elif "mode" in values:
+            values["modes"] = tuple(Mode)
+        if "self_check_interval" in settings:
+            values["self_check_interval"] = _parse_int("self_check_interval", settings["self_check_interval"])
+        return cls(**values)
+
+    @classmethod
+    def from_additional_config(cls, additional_config: Mapping[str, Any] | None) -> NworConfig | None:
+        """Return the settings, or None where the engine was not asked for NWOR.
+
+        Raises:
+            ConfigError: if the key is there but its value is no object, or the object is not valid.
+
+        """
+        if not isinstance(additional_config, Mapping) or CONFIG_KEY not in additional_config:
+            return None
+        settings = additional_config[CONFIG_KEY]
+        if not isinstance(settings, Mapping):
+            raise ConfigError(
+                f"additional_config[{CONFIG_KEY!r}] must be an object such as {{'mode': 'stage'}}, "
+                f"not {type(settings).__name__}"
+            )
+        return cls.from_mapping(settings)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return plain JSON values from which :meth:`from_mapping` builds the same settings."""
+        return {
+            "mode": self.mode.value,
+            "modes": [mode.value for mode in self.modes],
+            "self_check_interval": self.self_check_interval,
+        }
+
+
+def _parse_modes(value: object) -> tuple[Mode, ...]:
+    if isinstance(value, str) or not isinstance(value, (list, tuple)):
+        raise ConfigError(f"NWOR setting 'modes' must be a list of modes, not {value!r}")
+    modes = tuple(dict.fromkeys(Mode.parse(item) for item in value))
+    if not modes:
+        raise ConfigError("NWOR setting 'modes' must name at least one mode")
+    return modes
+
+
+def _parse_int(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"NWOR setting {name!r} must be a whole number, not {value!r}")
+    return value

@@ -1,0 +1,1 @@
+"""NWOR inside vLLM: the only package that imports it."""

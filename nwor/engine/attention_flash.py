@@ -1,0 +1,153 @@
+"""vLLM's FlashAttention backend, extended: layers of an open ``stage`` window attend without writing first.
+
+Everything else goes the stock way. A layer takes part only once a binding was attached to its implementation;
+draft layers never are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+)
+
+from nwor.engine.binding import LayerBinding
+from nwor.engine.support import Unsupported
+
+
+def cache_views(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V of a cache as [num_blocks, block_size, num_kv_heads, head_size] views.
+
+    Args:
+        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], any strides.
+        head_size: elements per head.
+
+    Raises:
+        Unsupported: if the tensor has another shape.
+
+    """
+    if kv_cache.dim() != 4 or kv_cache.shape[-1] != 2 * head_size:
+        raise Unsupported("cache_format", f"a cache of shape {tuple(kv_cache.shape)} is not known")
+    key_cache, value_cache = kv_cache.transpose(1, 2).split(head_size, dim=-1)
+    return key_cache, value_cache
+
+
+def rest_of(metadata: FlashAttentionMetadata, requests: int, tokens: int) -> FlashAttentionMetadata:
+    """Return the metadata of a batch without its first ``requests`` requests of ``tokens`` rows.
+
+    Made by the first layer that asks in a step and kept on the metadata, which lives as long as the step.
+    """
+    known = getattr(metadata, "_nwor_rest", None)
+    if known is None or known[0] != requests:
+        part = replace(
+            metadata,
+            num_actual_tokens=metadata.num_actual_tokens - tokens,
+            query_start_loc=metadata.query_start_loc[requests:] - tokens,
+            seq_lens=metadata.seq_lens[requests:],
+            block_table=metadata.block_table[requests:],
+            slot_mapping=metadata.slot_mapping[tokens:],
+            # The schedule was made for the whole batch; the kernel makes its own without one.
+            scheduler_metadata=None,
+            max_num_splits=0,
+        )
+        known = (requests, part)
+        metadata._nwor_rest = known  # type: ignore[attr-defined]
+    return known[1]
+
+
+class NworFlashAttentionImpl(FlashAttentionImpl):
+    """Stock attention of a layer, except for the rows of a window that is being staged."""
+
+    nwor: LayerBinding | None = None
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the rows outside the window; hand the window's rows over."""
+        binding = self.nwor
+        if binding is None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        if binding.window.hold is not None:
+            # A piecewise graph is being captured: as long as these live, its pool gives each layer memory of
+            # its own, which is what lets a later step leave the window where it is.
+            binding.window.hold.append((key, value))
+        if not binding.window.staging:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        tokens = binding.stage(key, value)
+        if tokens < slot_mapping.shape[0]:
+            super().do_kv_cache_update(layer, key[tokens:], value[tokens:], kv_cache, slot_mapping[tokens:])
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend: the window's rows by ``nwor.verify_attention``, the others by the stock kernel."""
+        binding = self.nwor
+        if binding is None or attn_metadata is None or not binding.window.staging:
+            return super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        batch = binding.batch
+        requests, tokens = batch.num_requests, batch.num_tokens
+        try:
+            binding.attend(
+                query[:tokens],
+                key[:tokens],
+                value[:tokens],
+                attn_metadata.block_table[:requests],
+                attn_metadata.query_start_loc[: requests + 1],
+                attn_metadata.seq_lens[:requests],
+                output[:tokens],
+            )
+        except Exception as error:
+            # Writes what was held back so far; from here on the step is a stock step.
+            binding.give_up("verify attention", error)
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
+        if tokens < attn_metadata.num_actual_tokens:
+            rest = rest_of(attn_metadata, requests, tokens)
+            super().forward(
+                layer, query[tokens:], key[tokens:], value[tokens:], kv_cache, rest, output[tokens:]
+            )
+        return output
+
+
+class NworFlashAttentionBackend(FlashAttentionBackend):
+    """The stock backend with the implementation above."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        """Return the implementation of a layer."""
+        return NworFlashAttentionImpl
+
+
+def layer_cache_views(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cache views of one of vLLM's attention layers."""
+    return cache_views(layer.kv_cache, layer.head_size)

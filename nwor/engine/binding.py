@@ -1,0 +1,121 @@
+"""What ties one attention layer of vLLM to the rank's window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nwor import ops
+from nwor.state import RankState
+from nwor.window import StagedLayer, Window, WindowBatch
+
+
+@dataclass(frozen=True)
+class AttentionParameters:
+    """What a layer's attention computes, beside its tensors.
+
+    Attributes:
+        scale: factor on the logits.
+        sliding_window: tokens that a query sees, itself included; -1 for all.
+        softcap: soft cap on the logits; 0 for none.
+        sinks: [num_query_heads] extra logits, None for none.
+        max_query_len: the longest window of this engine.
+
+    """
+
+    scale: float
+    sliding_window: int
+    softcap: float
+    sinks: torch.Tensor | None
+    max_query_len: int
+
+
+@dataclass
+class LayerBinding:
+    """Attached to a layer's attention implementation as ``nwor``.
+
+    Attributes:
+        window: the rank's window.
+        state: the rank's state, for faults.
+        layer: the layer's cache.
+        parameters: the layer's attention.
+        workspace: scratch of ``verify_attention``, shared by all layers of the rank.
+
+    """
+
+    window: Window
+    state: RankState
+    layer: StagedLayer
+    parameters: AttentionParameters
+    workspace: torch.Tensor
+
+    @property
+    def batch(self) -> WindowBatch:
+        """The open window batch."""
+        assert self.window.batch is not None
+        return self.window.batch
+
+    def stage(self, key: torch.Tensor, value: torch.Tensor) -> int:
+        """Hand the window's rows over.
+
+        Args:
+            key: [rows, num_kv_heads, head_size] of the whole step.
+            value: likewise.
+
+        Returns:
+            How many leading rows belong to the window.
+
+        """
+        tokens = self.batch.num_tokens
+        self.window.stage(self.layer.name, key[:tokens], value[:tokens])
+        return tokens
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend to the context in the cache and to the window's own rows.
+
+        Args:
+            query: [tokens, num_query_heads, head_size].
+            key: [tokens, num_kv_heads, head_size].
+            value: likewise.
+            block_table: int32 [requests, blocks].
+            query_start_loc: int32 [requests + 1].
+            seq_lens: int32 [requests], context and window together.
+            output: [tokens, num_query_heads, head_size], written.
+
+        """
+        layer, parameters = self.layer, self.parameters
+        ops.verify_attention(
+            query,
+            key,
+            value,
+            layer.key_cache,
+            layer.value_cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            output,
+            self.workspace,
+            scale=parameters.scale,
+            max_query_len=parameters.max_query_len,
+            kv_cache_dtype=layer.kv_cache_dtype,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
+            sliding_window=parameters.sliding_window,
+            softcap=parameters.softcap,
+            sinks=parameters.sinks,
+        )
+
+    def give_up(self, where: str, error: BaseException) -> None:
+        """Turn NWOR off after an error and finish the open batch by direct writes."""
+        self.state.fail(f"{where}, layer {self.layer.name}", error)
+        self.window.finish_direct()

@@ -1,0 +1,180 @@
+"""Prometheus metrics of NWOR, fed with each step's statistics as vLLM's own are; see docs/metrics.md.
+
+Counters are incremented by what one engine reports once, to one front end. So they add up over several API
+server processes as vLLM's do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+from nwor.accounting import WindowCounts
+from nwor.config import NworConfig
+from nwor.engine.figures import MISMATCHES, EngineFigures
+from nwor.modes import Mode
+from nwor.tally import Tally
+
+_LABELS = ("model_name", "engine")
+
+
+class NworStatLogger(AggregateStatLoggerBase):
+    """Called by vLLM with each step's statistics; idle where the engine did not ask for NWOR."""
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+        config = NworConfig.from_additional_config(vllm_config.additional_config)
+        self.enabled = config is not None
+        self._switches = dict.fromkeys(engine_indexes, 0)
+        self._children: dict[tuple[Any, tuple[str, ...]], Any] = {}
+        if config is None:
+            return
+        self._model = str(vllm_config.model_config.served_model_name)
+        speculative = vllm_config.speculative_config
+        _unregister()
+        self._create(speculative.num_speculative_tokens if speculative is not None else 1)
+        for engine in engine_indexes:
+            self.set_mode(config.mode.value, engine)
+            self._show_zeros((self._model, str(engine)))
+
+    def _create(self, drafts: int) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"nwor_{name}", text, (*_LABELS, *labels))
+
+        self._windows = counter("windows", "Verify windows, by what became of them.", "outcome")
+        self._tokens = counter("tokens", "Tokens of verify windows.", "kind")
+        self._bytes = counter("kv_write_bytes", "Bytes written for windows, on all ranks.", "path")
+        self._baseline = counter("kv_write_bytes_baseline", "Bytes that direct writes would have cost.")
+        self._direct = counter("direct_windows", "Windows written directly against the mode.", "reason")
+        self._by_end = counter("request_windows", "Windows of requests that ended.", "end")
+        self._commits = counter("commits", "Commits and restores whose duration was measured.")
+        self._commit_seconds = counter("commit_seconds", "Duration of those commits and restores.")
+        self._switch = counter("mode_switches", "Switches of the mode over the admin API.", "mode")
+        self._mismatch = counter("accounting_mismatches", "Figures that did not agree.", "figure")
+        self._accepted = Histogram(
+            "nwor_window_accepted_tokens",
+            "Accepted draft tokens of a window.",
+            _LABELS,
+            buckets=[float(count) for count in range(drafts + 1)],
+        )
+        # One front end hears of a step: the latest value counts, whoever has it.
+        self._mode = Gauge(
+            "nwor_mode", "1 for the mode in force.", (*_LABELS, "mode"), multiprocess_mode="mostrecent"
+        )
+        self._held = Gauge(
+            "nwor_staging_held_bytes",
+            "Bytes kept outside the paged cache by the latest verify step, on all ranks.",
+            _LABELS,
+            multiprocess_mode="mostrecent",
+        )
+
+    def _show_zeros(self, labels: tuple[str, str]) -> None:
+        """Have what is known to come start at 0, so that rates count the first event too."""
+        self._count(WindowCounts(), labels)
+        for outcome in ("committed", "restored", "direct"):
+            self._windows.labels(*labels, outcome)
+        for end in ("finished", "aborted"):
+            self._by_end.labels(*labels, end)
+        for figure in MISMATCHES:
+            self._mismatch.labels(*labels, figure)
+        for mode in Mode:
+            self._switch.labels(*labels, mode.value)
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """Add what one step reported."""
+        new: EngineFigures | None = getattr(scheduler_stats, "nwor", None)
+        if not self.enabled or new is None:
+            return
+        labels = (self._model, str(engine_idx))
+        if new.kinds:
+            self._count(Tally(new.kinds).counts(new.token_bytes), labels)
+            self._child(self._held, *labels).set(new.held_bytes)
+        for end, windows in (("finished", new.finished_windows), ("aborted", new.aborted_windows)):
+            if windows:
+                self._child(self._by_end, *labels, end).inc(windows)
+        for figure, times in new.mismatches.items():
+            self._mismatch.labels(*labels, figure).inc(times)
+        self._child(self._commits, *labels).inc(new.commits)
+        self._child(self._commit_seconds, *labels).inc(new.commit_seconds)
+        # A step that began before a switch may report after it.
+        if new.mode and new.switches >= self._switches.get(engine_idx, 0):
+            self._switches[engine_idx] = new.switches
+            self.set_mode(new.mode, engine_idx)
+
+    def _child(self, metric: Any, *labels: str) -> Any:
+        """Return ``metric.labels(...)``, looked up once: this runs in every step."""
+        key = (metric, labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = metric.labels(*labels)
+        return child
+
+    def _count(self, counts: WindowCounts, labels: tuple[str, str]) -> None:
+        for outcome, windows in counts.outcomes.items():
+            self._child(self._windows, *labels, outcome).inc(windows)
+        for reason, windows in counts.direct_windows.items():
+            self._child(self._direct, *labels, reason).inc(windows)
+        for kind in ("first", "draft", "accepted", "rejected", "committed", "staged"):
+            self._child(self._tokens, *labels, kind).inc(getattr(counts, f"{kind}_tokens"))
+        for path in ("direct", "commit", "stage", "log", "restore"):
+            self._child(self._bytes, *labels, path).inc(getattr(counts, f"{path}_bytes"))
+        self._child(self._baseline, *labels).inc(counts.baseline_bytes)
+        observe = self._child(self._accepted, *labels).observe
+        for tokens, windows in enumerate(counts.accepted_windows):
+            for _ in range(windows):
+                observe(tokens)
+
+    def switched(self, old: str, new: str, switches: int) -> None:
+        """Note a switch that every rank of every engine has confirmed.
+
+        Args:
+            old: the mode before.
+            new: the mode in force from now on.
+            switches: mode changes of the engine so far, this one included.
+
+        """
+        for engine in self._switches:
+            self._switches[engine] = max(self._switches[engine], switches)
+            if self.enabled:
+                self.set_mode(new, engine)
+                if new != old:
+                    self._switch.labels(self._model, str(engine), new).inc()
+
+    def set_mode(self, mode: str, engine: int) -> None:
+        """Show the mode in force of an engine."""
+        for known in Mode:
+            self._child(self._mode, self._model, str(engine), known.value).set(known.value == mode)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say: vLLM calls this once an engine is ready."""
+
+
+def attach_metrics(engine: Any) -> NworStatLogger | None:
+    """Have an ``AsyncLLM`` feed the metrics.
+
+    Args:
+        engine: the front end's engine client.
+
+    Returns:
+        The logger; None where vLLM's statistics are turned off (``--disable-log-stats``).
+
+    """
+    manager = getattr(engine, "logger_manager", None)
+    if manager is None:
+        return None
+    for logger in manager.stat_loggers:
+        if isinstance(logger, NworStatLogger):
+            return logger
+    logger = NworStatLogger(engine.vllm_config, list(manager.engine_indexes))
+    manager.stat_loggers.append(logger)
+    return logger
+
+
+def _unregister() -> None:
+    """Make room for a later engine's metrics in the same process, as vLLM does for its own."""
+    for collector in list(REGISTRY._collector_to_names):
+        if str(getattr(collector, "_name", "")).startswith("nwor_"):
+            REGISTRY.unregister(collector)

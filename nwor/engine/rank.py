@@ -1,0 +1,361 @@
+"""One rank's side of NWOR: binds the target's layers, opens a window batch for a step and finishes it.
+
+The model runners call it; it knows nothing of their internals beyond what they pass in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nwor import ops
+from nwor.accounting import bytes_per_token
+from nwor.config import MAX_WINDOW, NworConfig
+from nwor.engine.binding import AttentionParameters, LayerBinding
+from nwor.engine.commit_timer import CommitTimer
+from nwor.engine.support import REASONS, Unsupported, check_engine, check_impl
+from nwor.modes import Mode
+from nwor.self_check import SelfCheck
+from nwor.state import RankState
+from nwor.tally import StepRecord, WindowKind
+from nwor.window import StagedLayer, Window, WindowBatch, group_layers
+
+#: Returns K and V views of a layer's cache, or raises Unsupported.
+CacheViews = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How the requests of one step are treated.
+
+    Attributes:
+        mode: the mode in force.
+        request_ids: the step's requests in batch order.
+        draft_counts: draft tokens of each request.
+        num_requests: leading requests that form the window batch; 0 where all is direct.
+        num_tokens: rows of those requests.
+        direct_reason: why windows outside the batch are written directly.
+        faulty: whether the batch was written directly after an error.
+
+    """
+
+    mode: Mode
+    request_ids: Sequence[str]
+    draft_counts: Sequence[int]
+    num_requests: int
+    num_tokens: int
+    direct_reason: str | None
+    faulty: bool = False
+
+
+def leading_windows(query_lens: Sequence[int], longest: int) -> tuple[int, int]:
+    """Return how many leading requests are at most ``longest`` rows long, and their rows in all."""
+    requests = tokens = 0
+    for rows in query_lens:
+        if rows > longest:
+            break
+        requests += 1
+        tokens += rows
+    return requests, tokens
+
+
+class Rank:
+    """NWOR on one worker.
+
+    Attributes:
+        state: mode, counters, faults.
+        window: owner of the window batches; None where nothing can be staged.
+
+    """
+
+    def __init__(self, vllm_config: Any, config: NworConfig, device: torch.device) -> None:
+        self.vllm_config = vllm_config
+        self.state = RankState(config, config.mode)
+        self.device = device
+        self.window: Window | None = None
+        self.plan: StepPlan | None = None
+        self.timer = CommitTimer(device)
+        self._check: SelfCheck | None = None
+        speculative = vllm_config.speculative_config
+        self.longest_window = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
+
+    def bind(
+        self,
+        target_layers: Mapping[str, Any],
+        slot_keys: Mapping[str, int],
+        cache_views: CacheViews,
+        backend: type,
+    ) -> None:
+        """Attach the target's attention layers to this rank's window, once the cache is allocated.
+
+        Args:
+            target_layers: every attention layer of the target model by name; no draft layer.
+            slot_keys: which slot mapping (KV-cache group) each layer uses.
+            cache_views: how to see a layer's cache as strided K and V.
+            backend: the implementation class that takes part.
+
+        """
+        try:
+            check_engine(self.vllm_config, MAX_WINDOW)
+            bindings = self._bindings(target_layers, slot_keys, cache_views, backend)
+        except Unsupported as verdict:
+            self.refuse(verdict.reason, str(verdict))
+            return
+        for layer, binding in bindings:
+            layer.impl.nwor = binding
+
+    def refuse(self, reason: str, detail: str = "") -> None:
+        """Note that nothing can be staged in this engine, and why."""
+        detail = detail or REASONS[reason].text
+        self.window = None
+        self.state.unsupported = (reason, detail)
+        self.state.log_once(reason, detail)
+
+    def _bindings(
+        self,
+        target_layers: Mapping[str, Any],
+        slot_keys: Mapping[str, int],
+        cache_views: CacheViews,
+        backend: type,
+    ) -> list[tuple[Any, LayerBinding]]:
+        staged: list[tuple[int, StagedLayer]] = []
+        for name, layer in target_layers.items():
+            if name not in slot_keys:
+                raise Unsupported("state_space", f"layer {name} has no slot mapping")
+            if not isinstance(layer.impl, backend):
+                raise Unsupported("attention_backend", f"layer {name} uses {type(layer.impl).__name__}")
+            check_impl(name, layer.impl)
+            staged.append((slot_keys[name], self._staged_layer(name, layer, cache_views)))
+        if not staged:
+            raise Unsupported("state_space", "the target model has no attention layer with a cache")
+        self.window = Window(group_layers(staged))
+        # Draft layers come on top of the target's: never staged, and none of the target's may be missing.
+        if self.window.layer_names != frozenset(target_layers):
+            raise AssertionError("staged layers and target attention layers differ")
+        self.state.token_bytes = bytes_per_token(layer.shape for _, layer in staged)
+        self.state.source_token_bytes = bytes_per_token(
+            replace(layer.shape, element_size=layer.source_dtype.itemsize) for _, layer in staged
+        )
+        self.state.ranks = self.vllm_config.parallel_config.tensor_parallel_size
+        workspace = self._workspace(target_layers, staged)
+        bindings = []
+        for _, layer in staged:
+            module = target_layers[layer.name]
+            bindings.append(
+                (
+                    module,
+                    LayerBinding(
+                        window=self.window,
+                        state=self.state,
+                        layer=layer,
+                        parameters=self._parameters(module.impl),
+                        workspace=workspace,
+                    ),
+                )
+            )
+        return bindings
+
+    def _staged_layer(self, name: str, layer: Any, cache_views: CacheViews) -> StagedLayer:
+        key_cache, value_cache = cache_views(layer)
+        impl, kv_cache = layer.impl, layer.kv_cache
+        quantized = impl.kv_cache_dtype.startswith("fp8")
+
+        def direct_write(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+            # The stock writer, past our own override of it.
+            stock: Any = super(type(impl), impl)
+            stock.do_kv_cache_update(layer, key, value, kv_cache, slots)
+
+        return StagedLayer(
+            name=name,
+            kv_cache=kv_cache,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            kv_cache_dtype=impl.kv_cache_dtype if quantized else "auto",
+            k_scale=layer._k_scale if quantized else None,
+            v_scale=layer._v_scale if quantized else None,
+            source_dtype=self.vllm_config.model_config.dtype,
+            direct_write=direct_write,
+        )
+
+    def _parameters(self, impl: Any) -> AttentionParameters:
+        window = impl.sliding_window
+        # FlashAttention keeps (left, right), left without the query itself; the CPU backend keeps the size.
+        if isinstance(window, tuple):
+            window = window[0] + 1 if window[0] >= 0 else -1
+        softcap = getattr(impl, "logits_soft_cap", 0) or 0
+        return AttentionParameters(
+            scale=impl.scale,
+            sliding_window=window if window and window > 0 else -1,
+            softcap=float(softcap),
+            sinks=impl.sinks,
+            max_query_len=self.longest_window,
+        )
+
+    def _workspace(
+        self, target_layers: Mapping[str, Any], staged: Sequence[tuple[int, StagedLayer]]
+    ) -> torch.Tensor:
+        requests = self.vllm_config.scheduler_config.max_num_seqs
+        size = 0
+        for _, layer in staged:
+            _, _, kv_heads, head_size = layer.key_cache.shape
+            heads = target_layers[layer.name].impl.num_heads
+            size = max(
+                size,
+                ops.verify_attention_workspace_size(
+                    self.device, requests, heads, kv_heads, head_size, self.longest_window
+                ),
+            )
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def plan_step(
+        self, request_ids: Sequence[str], query_lens: Sequence[int], draft_counts: Sequence[int]
+    ) -> StepPlan | None:
+        """Decide, from the scheduler's own record of draft tokens, what this step does.
+
+        Returns:
+            The plan, or None where the step verifies nothing.
+
+        """
+        if not any(draft_counts):
+            return None
+        self.state.steps += 1
+        mode = self.state.mode
+        requests = tokens = 0
+        reason = None
+        if mode is not Mode.OFF:
+            if self.window is None:
+                reason = self.state.unsupported[0] if self.state.unsupported else "fault"
+            else:
+                requests, tokens = leading_windows(query_lens, self.longest_window)
+                if any(draft_counts[requests:]):
+                    reason = "batch_order"
+                    self.state.log_once(reason, REASONS[reason].text)
+        return StepPlan(mode, list(request_ids), list(draft_counts), requests, tokens, reason)
+
+    def begin(
+        self, plan: StepPlan | None, query_start_loc: torch.Tensor, slots: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Open the window batch of a step before its first layer runs.
+
+        Args:
+            plan: what :meth:`plan_step` returned.
+            query_start_loc: int32, at least [num_requests + 1], on the device.
+            slots: by slot key, int64, at least [num_tokens].
+
+        """
+        self.plan = plan
+        if plan is None or plan.num_requests == 0:
+            return
+        assert self.window is not None
+        batch = WindowBatch(
+            mode=plan.mode,
+            num_requests=plan.num_requests,
+            num_tokens=plan.num_tokens,
+            query_start_loc=query_start_loc[: plan.num_requests + 1],
+            slots={key: value[: plan.num_tokens] for key, value in slots.items()},
+        )
+        try:
+            self.window.begin(batch)
+            interval = self.state.config.self_check_interval
+            if interval and self.state.steps % interval == 0:
+                self._check = SelfCheck(self.window)
+        except Exception as error:
+            self.state.fail("begin", error)
+            self.window.abort()
+            self.plan = replace(plan, faulty=True)
+
+    def go_direct(self, reason: str) -> None:
+        """Write the open batch directly although it was planned otherwise, and count why."""
+        assert self.plan is not None
+        assert self.window is not None
+        self.window.finish_direct()
+        self.plan = replace(self.plan, num_requests=0, num_tokens=0, direct_reason=reason)
+        self.state.log_once(reason, REASONS[reason].text)
+
+    def finish(self, rejected: torch.Tensor) -> StepPlan | None:
+        """Commit the open batch, right after rejection sampling and before the drafter runs.
+
+        Args:
+            rejected: int32 [at least num_requests] on the device: draft tokens rejected in each window.
+
+        Returns:
+            The step's plan, for :meth:`account` once the counts are on the host; None where nothing was
+            verified.
+
+        """
+        plan, window = self.plan, self.window
+        self.plan = None
+        if plan is None or window is None or window.batch is None:
+            return plan
+        starts = window.batch.query_start_loc
+        commit_counts = starts[1:] - starts[:-1] - rejected[: window.batch.num_requests].to(torch.int32)
+        if window.finished_direct and plan.num_requests:
+            plan = replace(plan, faulty=True)
+        check, self._check = self._check, None
+        sources = dict(window.sources) if check is not None else {}
+        try:
+            with self.timer:
+                window.commit(commit_counts)
+        except Exception as error:
+            self.state.fail("commit", error)
+            window.finish_direct()
+            window.abort()
+            return replace(plan, faulty=True)
+        if check is not None and plan.num_requests and not plan.faulty:
+            self.state.self_checks += 1
+            broken = check.violations(sources, commit_counts)
+            if broken:
+                self.state.fail("self-check", RuntimeError(f"{broken} slots are not what they must be"))
+        return plan
+
+    def account(self, plan: StepPlan | None, accepted: Sequence[int]) -> StepRecord | None:
+        """Count the windows of a finished step.
+
+        Args:
+            plan: what :meth:`finish` returned.
+            accepted: accepted draft tokens of each request of the plan, in its order.
+
+        Returns:
+            The step's record, with the requests that had draft tokens; None where nothing was verified.
+
+        """
+        if plan is None:
+            return None
+        state, mode = self.state, plan.mode.value
+        inside = "fault" if plan.faulty else ""
+        windows: dict[str, WindowKind] = {}
+        for index, (request, drafts) in enumerate(zip(plan.request_ids, plan.draft_counts, strict=True)):
+            if drafts == 0:
+                continue
+            reason = inside if index < plan.num_requests else plan.direct_reason or ""
+            windows[request] = (mode, reason, drafts, accepted[index])
+        state.count(windows.values())
+        commits, commit_seconds = self.timer.drain()
+        return StepRecord(
+            windows=windows,
+            mode=state.mode.value,
+            switches=state.switches,
+            token_bytes=state.engine_token_bytes,
+            all_windows=state.windows,
+            held_bytes=self._held_bytes(plan),
+            commits=commits,
+            commit_seconds=commit_seconds,
+        )
+
+    def _held_bytes(self, plan: StepPlan) -> int:
+        state = self.state
+        if plan.mode is Mode.STAGE:
+            return plan.num_tokens * state.source_token_bytes * state.ranks
+        if plan.mode is Mode.COW:
+            return (plan.num_tokens - plan.num_requests) * state.engine_token_bytes
+        return 0
+
+    def drop(self) -> None:
+        """Forget an open batch after a failed step; nothing is written."""
+        self.plan = None
+        self._check = None
+        if self.window is not None:
+            self.window.abort()

@@ -1,0 +1,110 @@
+"""vLLM's model runner V2 (CUDA) with windows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from nwor.config import NworConfig
+from nwor.engine.attention_flash import NworFlashAttentionImpl, layer_cache_views
+from nwor.engine.graphs import NworCudaGraphManager
+from nwor.engine.rank import Rank, StepPlan
+from nwor.engine.record import attach
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+class NworModelRunnerV2(GPUModelRunner):
+    """Opens a window batch once a step's inputs are on the device, and commits it after rejection sampling.
+
+    The batch is sorted with verifying requests first, so the windows are its leading part. The commit is
+    launched after the sampled tokens' copy to the host has started and before the drafter runs.
+    """
+
+    nwor: Rank
+    cudagraph_manager: Any
+    _nwor_finished: StepPlan | None = None
+
+    def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
+        """Allocate the cache, then bind the target's layers to it."""
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
+        config = NworConfig.from_additional_config(self.vllm_config.additional_config)
+        assert config is not None
+        self.nwor = Rank(self.vllm_config, config, self.device)
+        if is_profiling:
+            return
+        slot_keys = {
+            name: group_id
+            for group_id, group in enumerate(self.kv_cache_config.kv_cache_groups)
+            for name in group.layer_names
+        }
+        self.nwor.bind(self.nwor_target_layers(), slot_keys, layer_cache_views, NworFlashAttentionImpl)
+        self.cudagraph_manager = NworCudaGraphManager.adopt(self.cudagraph_manager, self.nwor)
+
+    def nwor_target_layers(self) -> dict[str, Any]:
+        """Return every attention layer of the target model by name; the draft model's are not among them."""
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        own = {id(module) for module in self.get_model().modules()}
+        return {name: layer for name, layer in layers.items() if id(layer) in own}
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step; a window batch left open by an exception is dropped without a write."""
+        try:
+            return super().execute_model(*args, **kwargs)
+        except BaseException:
+            self.nwor.drop()
+            raise
+
+    def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Prepare the step's block tables and slots, then open its window batch."""
+        block_tables, slot_mappings = super().prepare_attn(input_batch)
+        drafts = input_batch.num_draft_tokens_per_req
+        plan = None
+        if drafts is not None:
+            plan = self.nwor.plan_step(
+                input_batch.req_ids, input_batch.num_scheduled_tokens.tolist(), drafts.tolist()
+            )
+        slots = dict(enumerate(slot_mappings)) if plan is not None and plan.num_requests else {}
+        self.nwor.begin(plan, input_batch.query_start_loc, slots)
+        return block_tables, slot_mappings
+
+    def postprocess_sampled(
+        self,
+        idx_mapping: torch.Tensor,
+        sampled_tokens: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        query_start_loc: torch.Tensor | None = None,
+    ) -> None:
+        """Commit the open batch, then update the requests' state."""
+        self._nwor_finished = self.nwor.finish(num_rejected)
+        super().postprocess_sampled(idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample, commit and draft; the counts are read when the output's own copy has arrived."""
+        try:
+            output = super().sample_tokens(grammar_output)
+        except BaseException:
+            self.nwor.drop()
+            raise
+        plan, self._nwor_finished = self._nwor_finished, None
+        if plan is not None and output is not None:
+            self._nwor_account_on_arrival(output, plan)
+        return output
+
+    def _nwor_account_on_arrival(self, output: AsyncOutput, plan: StepPlan) -> None:
+        get_output = output.get_output
+
+        def counted() -> Any:
+            result = get_output()
+            sampled = output.num_sampled_tokens_np.tolist()
+            record = self.nwor.account(plan, [max(count - 1, 0) for count in sampled])
+            return attach(result, record)
+
+        output.get_output = counted  # type: ignore[method-assign]

@@ -1,0 +1,104 @@
+"""What can be staged and what is written directly, by reason. One table for code, metrics and docs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why windows are written directly.
+
+    Attributes:
+        when: "start" if known when the engine starts (nothing is staged then), "step" if found in a step.
+        text: what it means, for the documentation and the log.
+
+    """
+
+    when: str
+    text: str
+
+
+REASONS: dict[str, Reason] = {
+    "no_speculation": Reason("start", "the engine was started without speculative decoding"),
+    "window_too_long": Reason("start", "more draft tokens a step than the verify kernels take"),
+    "mla": Reason("start", "multi-head latent attention keeps another kind of cache"),
+    "state_space": Reason("start", "Mamba and other recurrent layers advance a state"),
+    "encoder_decoder": Reason("start", "cross-attention layers read an encoder's cache"),
+    "context_parallel": Reason("start", "a request's cache is spread over ranks"),
+    "pipeline_parallel": Reason("start", "the other stages do not yet learn the last one's counts in time"),
+    "micro_batching": Reason("start", "two half batches run at once (dual-batch overlap)"),
+    "kv_connector": Reason("start", "a KV connector saves the cache layer by layer inside the forward pass"),
+    "kv_sharing": Reason("start", "layers read another layer's cache"),
+    "runner": Reason("start", "model runner V1 on CUDA, which vLLM takes where V2 lacks a feature"),
+    "attention_backend": Reason("start", "the layer's attention backend is not one that NWOR extends"),
+    "attention_feature": Reason(
+        "start", "attention that the verify kernel does not compute (ALiBi, non-causal)"
+    ),
+    "cache_format": Reason("start", "a cache format or layout that the kernels do not read"),
+    "batch_order": Reason("step", "a window does not stand in the leading part of the batch"),
+    "graph": Reason("step", "the step ran in a CUDA graph that was captured for direct writes only"),
+    "fault": Reason("step", "an error while staging or committing; the window was finished by direct writes"),
+}
+
+
+class Unsupported(Exception):  # noqa: N818  a verdict, not an error
+    """Raised by the checks below; ``reason`` is a key of :data:`REASONS`."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail or REASONS[reason].text)
+        self.reason = reason
+
+
+def check_engine(vllm_config: Any, max_window: int) -> None:
+    """Check the configuration of an engine.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        max_window: the longest window, in tokens, that the kernels take.
+
+    Raises:
+        Unsupported: with the first reason found.
+
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        raise Unsupported("no_speculation")
+    window = 1 + speculative.num_speculative_tokens
+    if window > max_window:
+        raise Unsupported(
+            "window_too_long", f"windows of {window} tokens; at most {max_window} can be staged"
+        )
+    model = vllm_config.model_config
+    if model.use_mla:
+        raise Unsupported("mla")
+    if model.is_encoder_decoder:
+        raise Unsupported("encoder_decoder")
+    if vllm_config.kv_transfer_config is not None:
+        raise Unsupported("kv_connector")
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise Unsupported("pipeline_parallel")
+    if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise Unsupported("context_parallel")
+    if getattr(parallel, "use_ubatching", False):
+        raise Unsupported("micro_batching")
+
+
+def check_impl(name: str, impl: Any) -> None:
+    """Check one layer's attention implementation.
+
+    Raises:
+        Unsupported: with the first reason found.
+
+    """
+    if impl.alibi_slopes is not None:
+        raise Unsupported("attention_feature", f"layer {name} uses ALiBi")
+    if impl.kv_sharing_target_layer_name is not None:
+        raise Unsupported(
+            "kv_sharing", f"layer {name} reads the cache of {impl.kv_sharing_target_layer_name}"
+        )
+    attn_type = getattr(impl, "attn_type", "decoder")
+    if str(getattr(attn_type, "value", attn_type)) != "decoder":
+        raise Unsupported("attention_feature", f"layer {name} is of type {attn_type}")

@@ -1,0 +1,49 @@
+"""What the NWOR workers have in common: settings, and the calls that the engine makes on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nwor.engine.rank import Rank
+from nwor.modes import Mode
+
+
+class NworWorkerMixin:
+    """Methods for ``collective_rpc``; each runs between two steps, on all ranks at the same one."""
+
+    model_runner: Any
+    rank: int
+
+    @property
+    def _nwor(self) -> Rank:
+        rank: Rank = self.model_runner.nwor
+        return rank
+
+    def nwor_set_mode(self, mode: str) -> dict[str, Any]:
+        """Put a mode in force from the next step on.
+
+        Returns:
+            This rank's number, the old mode, the new one, and the number of verify steps so far.
+
+        Raises:
+            ConfigError: for an unknown mode, or one that was not enabled at start-up.
+
+        """
+        old = self._nwor.state.switch(Mode.parse(mode))
+        state = self._nwor.state
+        return {
+            "rank": self.rank,
+            "old": old.value,
+            "new": state.mode.value,
+            "step": state.steps,
+            "switches": state.switches,
+        }
+
+    def nwor_reset_stats(self) -> int:
+        """Start this rank's counters anew and return its number; the metrics of the server go on."""
+        self._nwor.state.reset()
+        return self.rank
+
+    def nwor_report(self) -> dict[str, Any]:
+        """Return this rank's state and counters as plain values."""
+        return {"rank": self.rank, **self._nwor.state.report()}

@@ -1,0 +1,19 @@
+"""vLLM's CPU worker with the NWOR runner and attention backend."""
+
+from __future__ import annotations
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from nwor.engine.patches import apply_cpu_runner_patch
+from nwor.engine.worker import NworWorkerMixin
+
+
+class NworCPUWorker(NworWorkerMixin, CPUWorker):  # type: ignore[misc]
+    """The worker class of an engine that asked for NWOR on a CPU."""
+
+    def init_device(self) -> None:
+        """Name the NWOR backend and runner before either is looked up."""
+        register_backend(AttentionBackendEnum.CPU_ATTN, "nwor.engine.attention_cpu.NworCPUAttentionBackend")
+        apply_cpu_runner_patch()
+        super().init_device()

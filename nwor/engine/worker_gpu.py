@@ -1,0 +1,30 @@
+"""vLLM's GPU worker with the NWOR runner and attention backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.gpu_worker import Worker
+
+from nwor.engine.worker import NworWorkerMixin
+
+
+class NworGPUWorker(NworWorkerMixin, Worker):  # type: ignore[misc]
+    """The worker class of an engine that asked for NWOR on a GPU."""
+
+    def init_device(self) -> None:
+        """Name the NWOR backend before the model's layers look theirs up."""
+        register_backend(
+            AttentionBackendEnum.FLASH_ATTN, "nwor.engine.attention_flash.NworFlashAttentionBackend"
+        )
+        super().init_device()
+
+    def _make_model_runner(self) -> Any:
+        if self.use_v2_model_runner:
+            from nwor.engine.runner_v2 import NworModelRunnerV2
+
+            return NworModelRunnerV2(self.vllm_config, self.device)
+        from nwor.engine.runner_v1_gpu import NworGPUModelRunnerV1
+
+        return NworGPUModelRunnerV1(self.vllm_config, self.device)

@@ -1,0 +1,104 @@
+"""Commit, log and restore of one group of layers: the ops with their tables made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nwor import ops
+
+if TYPE_CHECKING:
+    from nwor.window import StagedLayer
+
+#: Keys and values of a layer as the forward pass left them, each [tokens, num_kv_heads, head_size].
+Source = tuple[torch.Tensor, torch.Tensor]
+
+
+class LayerGroupOps:
+    """The launches that serve all layers of a group at once.
+
+    Args:
+        layers: layers of equal shape, format and block size.
+
+    """
+
+    def __init__(self, layers: Sequence[StagedLayer]) -> None:
+        first = layers[0]
+        self.layers = tuple(layers)
+        self.caches = [layer.kv_cache for layer in layers]
+        self.key_caches = [layer.key_cache for layer in layers]
+        self.value_caches = [layer.value_cache for layer in layers]
+        self.num_blocks, self.block_size, self.num_kv_heads, self.head_size = first.key_cache.shape
+        self.kv_cache_dtype = first.kv_cache_dtype
+        self.source_dtype = first.source_dtype
+        self.k_scales = _stack([layer.k_scale for layer in layers])
+        self.v_scales = _stack([layer.v_scale for layer in layers])
+        # Reads no source: serves the ops that only move bytes between cache and log.
+        self.cache_table = ops.make_cache_table(self.key_caches, self.value_caches)
+
+    def source_table(self, sources: Sequence[Source]) -> torch.Tensor:
+        """Return the layer table of ``sources``; it stays valid as long as their memory does."""
+        keys = [key for key, _ in sources]
+        values = [value for _, value in sources]
+        return ops.make_layer_table(keys, values, self.key_caches, self.value_caches)
+
+    def commit(
+        self,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        commit_counts: torch.Tensor,
+    ) -> None:
+        """Write the leading ``commit_counts`` tokens of each window, all layers in one launch."""
+        ops.commit_window(
+            table,
+            self.caches,
+            slots,
+            query_start_loc,
+            commit_counts=commit_counts,
+            **self._geometry,
+            source_dtype=self.source_dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            k_scales=self.k_scales,
+            v_scales=self.v_scales,
+            validate=False,
+        )
+
+    def log(self, slots: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
+        """Copy the old bytes of the draft slots of all layers aside and return them."""
+        element_size = self.key_caches[0].element_size()
+        log = torch.empty(
+            (len(self.layers), 2, slots.shape[0], self.num_kv_heads * self.head_size * element_size),
+            dtype=torch.uint8,
+            device=slots.device,
+        )
+        ops.log_slots(self.cache_table, self.caches, log, slots, query_start_loc, **self._geometry)
+        return log
+
+    def restore(
+        self,
+        log: torch.Tensor,
+        slots: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        commit_counts: torch.Tensor,
+    ) -> None:
+        """Put the logged bytes of rejected tokens' slots back, all layers in one launch."""
+        ops.restore_slots(
+            self.cache_table, self.caches, log, slots, query_start_loc, commit_counts, **self._geometry
+        )
+
+    @property
+    def _geometry(self) -> dict[str, Any]:
+        return {
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "block_size": self.block_size,
+            "num_blocks": self.num_blocks,
+        }
+
+
+def _stack(scales: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [scale.reshape(-1).to(torch.float32) for scale in scales if scale is not None]
+    return torch.stack(present) if present else None

@@ -1,0 +1,133 @@
+"""Checks of arguments. Each error names the argument, what it is and what is wanted.
+
+They read metadata only, never a tensor's values: nothing here makes the host wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+SOURCE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: vLLM's names of cache formats that the ops know; "auto" stands for the dtype of the keys.
+CACHE_DTYPES = {
+    "auto": None,
+    "fp8": (torch.uint8, torch.float8_e4m3fn),
+    "fp8_e4m3": (torch.uint8, torch.float8_e4m3fn),
+    "fp8_e5m2": (torch.uint8, torch.float8_e5m2),
+}
+
+
+def tensor(name: str, value: Any, *, dim: int | None = None) -> torch.Tensor:
+    """Check that ``value`` is a tensor of ``dim`` dimensions."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: is {type(value).__name__}, wanted a tensor")
+    if dim is not None and value.dim() != dim:
+        raise ValueError(f"{name}: shape is {list(value.shape)}, wanted {dim} dimensions")
+    return value
+
+
+def dtype(name: str, value: torch.Tensor, wanted: torch.dtype | tuple[torch.dtype, ...]) -> None:
+    """Check the dtype."""
+    if isinstance(wanted, torch.dtype):
+        wanted = (wanted,)
+    if value.dtype not in wanted:
+        names = " or ".join(str(one) for one in wanted)
+        raise TypeError(f"{name}: dtype is {value.dtype}, wanted {names}")
+
+
+def device(name: str, value: torch.Tensor, wanted: torch.device) -> None:
+    """Check the device."""
+    if value.device != wanted:
+        raise ValueError(f"{name}: device is {value.device}, wanted {wanted} as for the other tensors")
+
+
+def shape(name: str, value: torch.Tensor, wanted: tuple[int, ...]) -> None:
+    """Check the whole shape."""
+    if tuple(value.shape) != wanted:
+        raise ValueError(f"{name}: shape is {list(value.shape)}, wanted {list(wanted)}")
+
+
+def last_contiguous(name: str, value: torch.Tensor) -> None:
+    """Check that the last dimension's elements lie next to each other."""
+    if value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise ValueError(f"{name}: strides are {list(value.stride())}, wanted 1 in the last dimension")
+
+
+def vector(
+    name: str,
+    value: Any,
+    wanted_dtype: torch.dtype,
+    on: torch.device,
+    *,
+    size: int | None = None,
+    at_least: int | None = None,
+) -> torch.Tensor:
+    """Check a contiguous tensor of one dimension."""
+    tensor(name, value, dim=1)
+    dtype(name, value, wanted_dtype)
+    device(name, value, on)
+    if size is not None:
+        shape(name, value, (size,))
+    if at_least is not None and value.shape[0] < at_least:
+        raise ValueError(f"{name}: shape is {list(value.shape)}, wanted at least {at_least} elements")
+    if not value.is_contiguous():
+        raise ValueError(f"{name}: strides are {list(value.stride())}, wanted [1]")
+    return value
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Check an int (bool is none) in low..high."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: is {value!r} of type {type(value).__name__}, wanted an int")
+    if value < low or (high is not None and value > high):
+        wanted = f"{low} to {high}" if high is not None else f"at least {low}"
+        raise ValueError(f"{name}: is {value}, wanted {wanted}")
+    return value
+
+
+def number(name: str, value: Any, *, low: float | None = None) -> float:
+    """Check a finite float or int."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name}: is {value!r} of type {type(value).__name__}, wanted a number")
+    if value != value or value in (float("inf"), float("-inf")) or (low is not None and value < low):
+        raise ValueError(
+            f"{name}: is {value}, wanted a finite number" + (f" of at least {low}" if low is not None else "")
+        )
+    return value
+
+
+def cache_dtype(name: str, value: Any, source: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Check vLLM's name of a cache format and return the dtypes that its tensors may have."""
+    if value not in CACHE_DTYPES:
+        raise ValueError(f"{name}: is {value!r}, wanted one of {', '.join(CACHE_DTYPES)}")
+    return CACHE_DTYPES[value] or (source,)
+
+
+def tensors(name: str, value: Any, *, size: int | None = None) -> Sequence[torch.Tensor]:
+    """Check a non-empty list of tensors."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}: is {type(value).__name__}, wanted a list of tensors")
+    if not value:
+        raise ValueError(f"{name}: is empty, wanted one tensor a layer")
+    if size is not None and len(value) != size:
+        raise ValueError(f"{name}: has {len(value)} tensors, wanted {size}")
+    for i, one in enumerate(value):
+        tensor(f"{name}[{i}]", one)
+    return value
+
+
+def scales(name: str, value: Any, on: torch.device, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Check an optional float32 tensor of scales that has one of ``shapes``."""
+    if value is None:
+        return
+    tensor(name, value)
+    dtype(name, value, torch.float32)
+    device(name, value, on)
+    if tuple(value.shape) not in shapes:
+        wanted = " or ".join(str(list(one)) for one in shapes)
+        raise ValueError(f"{name}: shape is {list(value.shape)}, wanted {wanted}")
+    if not value.is_contiguous():
+        raise ValueError(f"{name}: strides are {list(value.stride())}, wanted a contiguous tensor")

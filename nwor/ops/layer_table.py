@@ -1,0 +1,109 @@
+"""The layer table: addresses and strides of all layers, as the one-launch ops read them on the device.
+
+The columns are those of ``csrc/layer_table.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from nwor.ops import checks
+
+#: int64 numbers per layer: 2 source addresses, 4 source strides, 2 cache addresses, 4 + 4 cache strides.
+COLUMNS = 16
+
+
+def make_layer_table(
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    key_caches: Sequence[torch.Tensor],
+    value_caches: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Return the layer table of ``commit_window`` for these tensors.
+
+    The table holds addresses, not references: it is valid as long as the memory of all tensors is. On CUDA it
+    is uploaded without making the host wait.
+
+    Args:
+        keys: per layer [T, Hk, D], last dimension contiguous.
+        values: likewise.
+        key_caches: per layer [num_blocks, block_size, Hk, D], any strides.
+        value_caches: likewise.
+
+    Returns:
+        int64 [L, 16] on the tensors' device.
+
+    Raises:
+        TypeError, ValueError: if an argument is wrong; the message names it.
+        ValueError: while a CUDA graph is being captured, since the upload would be replayed with it. Make the
+            table before or after.
+
+    """
+    layers = len(checks.tensors("key_caches", key_caches))
+    checks.tensors("value_caches", value_caches, size=layers)
+    checks.tensors("keys", keys, size=layers)
+    checks.tensors("values", values, size=layers)
+    rows = []
+    device = key_caches[0].device
+    for i in range(layers):
+        cache_row = _cache_columns(i, key_caches, value_caches)
+        heads, head_size = key_caches[0].shape[2:]
+        for name, one in (("keys", keys[i]), ("values", values[i])):
+            checks.tensor(f"{name}[{i}]", one, dim=3)
+            checks.shape(f"{name}[{i}]", one, (keys[0].shape[0], heads, head_size))
+            checks.dtype(f"{name}[{i}]", one, checks.SOURCE_DTYPES)
+            checks.dtype(f"{name}[{i}]", one, keys[0].dtype)
+            checks.device(f"{name}[{i}]", one, device)
+            checks.last_contiguous(f"{name}[{i}]", one)
+        key, value = keys[i], values[i]
+        strides = (*key.stride()[:2], *value.stride()[:2])
+        rows.append([key.data_ptr(), value.data_ptr(), *strides, *cache_row])
+    return _upload(rows, device)
+
+
+def make_cache_table(
+    key_caches: Sequence[torch.Tensor], value_caches: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return a layer table without sources, for ``log_slots`` and ``restore_slots``.
+
+    Args:
+        key_caches: per layer [num_blocks, block_size, Hk, D], any strides.
+        value_caches: likewise.
+
+    Returns:
+        int64 [L, 16] on the tensors' device.
+
+    Raises:
+        TypeError, ValueError: as :func:`make_layer_table`.
+
+    """
+    layers = len(checks.tensors("key_caches", key_caches))
+    checks.tensors("value_caches", value_caches, size=layers)
+    rows = [[0] * 6 + _cache_columns(i, key_caches, value_caches) for i in range(layers)]
+    return _upload(rows, key_caches[0].device)
+
+
+def _cache_columns(
+    i: int, key_caches: Sequence[torch.Tensor], value_caches: Sequence[torch.Tensor]
+) -> list[int]:
+    first = key_caches[0]
+    for name, cache in (("key_caches", key_caches[i]), ("value_caches", value_caches[i])):
+        checks.tensor(f"{name}[{i}]", cache, dim=4)
+        checks.shape(f"{name}[{i}]", cache, tuple(first.shape))
+        checks.dtype(f"{name}[{i}]", cache, first.dtype)
+        checks.device(f"{name}[{i}]", cache, first.device)
+    key, value = key_caches[i], value_caches[i]
+    return [key.data_ptr(), value.data_ptr(), *key.stride(), *value.stride()]
+
+
+def _upload(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return torch.tensor(rows, dtype=torch.int64, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a layer table cannot be made while a CUDA graph is captured: make it before or after"
+        )
+    pinned = torch.tensor(rows, dtype=torch.int64, pin_memory=True)
+    return pinned.to(device, non_blocking=True)

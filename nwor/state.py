@@ -1,0 +1,137 @@
+"""What one rank knows of itself: the mode in force, what it may switch to, and what its windows did."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nwor.accounting import WindowCounts
+from nwor.config import NworConfig
+from nwor.errors import ConfigError
+from nwor.modes import Mode
+from nwor.tally import Tally, WindowKind
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RankState:
+    """State and counters of one rank.
+
+    Attributes:
+        config: the settings that the engine was started with.
+        mode: the mode in force.
+        token_bytes: bytes that one token takes in all staged layers of this rank.
+        source_token_bytes: bytes of the same token's keys and values as the forward pass makes them.
+        ranks: ranks that hold a share of every token; each of them sees every request.
+        switches: mode changes so far.
+        steps: verify steps so far.
+        unsupported: reason why nothing can be staged in this engine, and its detail; None where it can.
+        fault: what turned NWOR off while it ran; None where nothing did.
+        self_checks: steps whose cache was checked.
+        capture_seconds: time that graphs of their own for ``stage`` took at start-up.
+        capture_bytes: device memory that those graphs took.
+        tally: all windows since the start or the last reset.
+        windows: windows since the start.
+
+    """
+
+    config: NworConfig
+    mode: Mode
+    token_bytes: int = 0
+    source_token_bytes: int = 0
+    ranks: int = 1
+    switches: int = 0
+    steps: int = 0
+    unsupported: tuple[str, str] | None = None
+    fault: str | None = None
+    self_checks: int = 0
+    capture_seconds: float = 0.0
+    capture_bytes: int = 0
+    tally: Tally = field(default_factory=Tally)
+    windows: int = 0
+    _logged: set[str] = field(default_factory=set)
+
+    def switch(self, mode: Mode) -> Mode:
+        """Put ``mode`` in force from the next step on and return the one before.
+
+        Raises:
+            ConfigError: if the mode is not among those enabled at start-up.
+
+        """
+        if mode not in self.config.modes:
+            enabled = ", ".join(self.config.modes)
+            raise ConfigError(
+                f"NWOR mode {mode.value!r} was not enabled at start-up (enabled: {enabled}); "
+                f"restart with it among the setting 'modes'"
+            )
+        old, self.mode = self.mode, mode
+        self.switches += old is not mode
+        if mode is not Mode.OFF:
+            self.fault = None
+        return old
+
+    def fail(self, where: str, error: BaseException) -> None:
+        """Turn NWOR off after an error in ``where``; the engine goes on with direct writes."""
+        self.fault = f"{where}: {type(error).__name__}: {error}"
+        self.switches += self.mode is not Mode.OFF
+        self.mode = Mode.OFF
+        logger.error("NWOR is off after an error (%s); the engine goes on with direct writes", self.fault)
+
+    def log_once(self, reason: str, detail: str) -> None:
+        """Log a fall-back the first time that its reason comes up."""
+        if reason not in self._logged:
+            self._logged.add(reason)
+            logger.warning("NWOR writes windows directly, reason %s: %s", reason, detail)
+
+    @property
+    def counts(self) -> WindowCounts:
+        """What the windows since the start or the last reset did, on all ranks together."""
+        return self.tally.counts(self.engine_token_bytes)
+
+    @property
+    def engine_token_bytes(self) -> int:
+        """Bytes that one token takes in the staged layers of all ranks.
+
+        Heads are spread evenly: every rank holds as much of a token as any other.
+        """
+        return self.token_bytes * self.ranks
+
+    def count(self, kinds: Iterable[WindowKind]) -> None:
+        """Count finished windows."""
+        tally = self.tally.kinds
+        for kind in kinds:
+            tally[kind] = tally.get(kind, 0) + 1
+            self.windows += 1
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.tally = Tally()
+        self.self_checks = 0
+
+    def report(self) -> dict[str, Any]:
+        """Return the state as plain JSON values."""
+        counts = self.counts
+        return {
+            "mode": self.mode.value,
+            "modes": [mode.value for mode in self.config.modes],
+            "token_bytes": self.token_bytes,
+            "ranks": self.ranks,
+            "switches": self.switches,
+            "steps": self.steps,
+            "unsupported": None
+            if self.unsupported is None
+            else {"reason": self.unsupported[0], "detail": self.unsupported[1]},
+            "fault": self.fault,
+            "self_checks": self.self_checks,
+            "capture_seconds": self.capture_seconds,
+            "capture_bytes": self.capture_bytes,
+            "counts": {
+                **vars(counts),
+                "rejected_tokens": counts.rejected_tokens,
+                "written_bytes": counts.written_bytes,
+                "saved_bytes": counts.saved_bytes,
+            },
+        }

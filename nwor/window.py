@@ -1,0 +1,309 @@
+"""The life of a window: begin, stage, then commit or abort. One owner per rank; torch only.
+
+A *window batch* is the leading part of a step's batch: the requests whose tokens are held back. Its rows come
+first in the step's tensors, so one ``query_start_loc`` serves attention, commit and log alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from nwor.accounting import LayerShape
+from nwor.errors import WindowStateError
+from nwor.group import LayerGroupOps, Source
+from nwor.modes import Mode
+
+#: Writes rows of key and value, [T, num_kv_heads, head_size], to the slots, int64 [T], as stock code does.
+DirectWrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class StagedLayer:
+    """One attention layer of the target model, as this rank holds it.
+
+    Attributes:
+        name: the engine's own name of the layer.
+        kv_cache: the tensor that holds both K and V of the layer; what commits declare as mutated.
+        key_cache: view of it, [num_blocks, block_size, num_kv_heads, head_size], any strides.
+        value_cache: likewise for V.
+        kv_cache_dtype: vLLM's name of the cache's format, "auto" or an fp8 kind.
+        k_scale: float32 scale of fp8 keys, 1 or num_kv_heads elements; None stands for 1.
+        v_scale: likewise for values.
+        source_dtype: dtype of the keys and values that the forward pass makes.
+        direct_write: the stock writer of this layer, used where a window has to be finished directly.
+
+    """
+
+    name: str
+    kv_cache: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    kv_cache_dtype: str
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    source_dtype: torch.dtype
+    direct_write: DirectWrite
+
+    @property
+    def shape(self) -> LayerShape:
+        """What the layer keeps of one token."""
+        _, _, num_kv_heads, head_size = self.key_cache.shape
+        return LayerShape(num_kv_heads, head_size, self.key_cache.element_size())
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share a slot mapping and a shape, so that one launch commits them all.
+
+    Attributes:
+        slot_key: which of the step's slot mappings the layers use (the engine's KV-cache group).
+        layers: the layers, in the order of the engine's registry.
+
+    """
+
+    slot_key: int
+    layers: tuple[StagedLayer, ...]
+
+
+def group_layers(layers: Sequence[tuple[int, StagedLayer]]) -> tuple[LayerGroup, ...]:
+    """Group (slot key, layer) pairs by slot mapping, shape, format and block size."""
+    grouped: dict[tuple[object, ...], list[StagedLayer]] = {}
+    for slot_key, layer in layers:
+        key = (
+            slot_key,
+            layer.key_cache.shape[1:],
+            layer.key_cache.dtype,
+            layer.kv_cache_dtype,
+            layer.source_dtype,
+        )
+        grouped.setdefault(key, []).append(layer)
+    return tuple(LayerGroup(int(str(key[0])), tuple(members)) for key, members in grouped.items())
+
+
+@dataclass(frozen=True)
+class WindowBatch:
+    """The windows of one step.
+
+    Attributes:
+        mode: ``stage`` or ``cow``.
+        num_requests: requests in the batch.
+        num_tokens: rows of the step's tensors that belong to them; the first ones.
+        query_start_loc: int32 [num_requests + 1] on the device; the first row of each window.
+        slots: by slot key, int64 [num_tokens]: the cache slot of each row, negative to skip.
+
+    """
+
+    mode: Mode
+    num_requests: int
+    num_tokens: int
+    query_start_loc: torch.Tensor
+    slots: Mapping[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CapturedSources:
+    """Where a captured graph leaves the keys and values of a window at each replay.
+
+    Attributes:
+        sources: by layer name; tensors that do not own their memory, the graph's pool does.
+        tables: one layer table a group, in the order of the groups.
+
+    """
+
+    sources: Mapping[str, Source]
+    tables: tuple[torch.Tensor, ...]
+
+
+class _State(Enum):
+    IDLE = "idle"
+    OPEN = "open"
+    DIRECT = "direct"
+
+
+@dataclass
+class Window:
+    """Owner of this rank's windows.
+
+    Attributes:
+        groups: the staged layers by group.
+        batch: the open window batch, None while idle.
+        hold: collects keys and values that a capture keeps alive; None outside captures.
+
+    """
+
+    groups: tuple[LayerGroup, ...]
+    batch: WindowBatch | None = None
+    hold: list[Source] | None = None
+    _state: _State = _State.IDLE
+    _sources: dict[str, Source] = field(default_factory=dict)
+    _tables: tuple[torch.Tensor, ...] = ()
+    _logs: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Index the layers by name and make the tables of each group."""
+        self._layers = {layer.name: (group, layer) for group in self.groups for layer in group.layers}
+        self._ops = [LayerGroupOps(group.layers) for group in self.groups]
+
+    @property
+    def staging(self) -> bool:
+        """Whether layers have to hand their keys and values over instead of writing them."""
+        return self._state is _State.OPEN and self.batch is not None and self.batch.mode is Mode.STAGE
+
+    @property
+    def finished_direct(self) -> bool:
+        """Whether the open batch fell back to direct writes."""
+        return self._state is _State.DIRECT
+
+    @property
+    def layer_names(self) -> frozenset[str]:
+        """Names of the staged layers."""
+        return frozenset(self._layers)
+
+    def begin(self, batch: WindowBatch) -> None:
+        """Open the window batch of a step, once, before the first layer runs.
+
+        In mode ``cow`` the old bytes of the draft slots of all layers are logged here.
+
+        Raises:
+            WindowStateError: if the batch before it was neither committed nor aborted.
+
+        """
+        if self._state is not _State.IDLE:
+            raise WindowStateError("begin: the window batch before was neither committed nor aborted")
+        self.batch = batch
+        self._state = _State.OPEN
+        if batch.mode is Mode.COW:
+            self._logs = [
+                group_ops.log(batch.slots[group.slot_key], batch.query_start_loc)
+                for group, group_ops in zip(self.groups, self._ops, strict=True)
+            ]
+
+    def stage(self, name: str, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take over the window's rows of one layer; nothing is written.
+
+        Args:
+            name: the layer.
+            key: [num_tokens, num_kv_heads, head_size]; kept alive until commit or abort.
+            value: likewise.
+
+        Raises:
+            WindowStateError: outside an open ``stage`` batch, or for a layer staged twice.
+
+        """
+        if not self.staging:
+            raise WindowStateError(f"stage {name}: no window batch is being staged")
+        if name in self._sources:
+            raise WindowStateError(f"stage {name}: the layer was staged already in this step")
+        self._sources[name] = (key, value)
+
+    @property
+    def group_ops(self) -> list[tuple[LayerGroup, LayerGroupOps]]:
+        """The groups with their launches."""
+        return list(zip(self.groups, self._ops, strict=True))
+
+    @property
+    def sources(self) -> Mapping[str, Source]:
+        """Keys and values that were staged so far in the open batch, by layer."""
+        return self._sources
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Keep every layer's keys and values of a pass alive until the block ends.
+
+        While a piecewise graph is captured this makes its pool give each layer memory of its own.
+        """
+        self.hold = []
+        try:
+            yield
+        finally:
+            self.hold = None
+
+    def captured(self, sources: Mapping[str, Source]) -> CapturedSources:
+        """Make the layer tables of a captured graph.
+
+        Args:
+            sources: by layer name, where its replays leave keys and values.
+
+        Raises:
+            WindowStateError: if a layer is missing.
+
+        """
+        return CapturedSources(dict(sources), self._tables_of(sources))
+
+    def adopt(self, captured: CapturedSources) -> None:
+        """Take the keys and values of the open batch from a graph that is about to be replayed."""
+        if not self.staging or self._sources:
+            raise WindowStateError("adopt: the open batch is not staged, or was staged in part")
+        self._sources = dict(captured.sources)
+        self._tables = captured.tables
+
+    def commit(self, commit_counts: torch.Tensor) -> None:
+        """Finish the batch: write the accepted tokens (``stage``) or put rejected slots back (``cow``).
+
+        Args:
+            commit_counts: int32 [num_requests] on the device: leading tokens of each window to keep, the
+                window's first token included.
+
+        Raises:
+            WindowStateError: if no batch is open, or a layer was never staged.
+
+        """
+        batch = self._require_open("commit")
+        if self._state is _State.OPEN and batch.mode is Mode.STAGE:
+            tables = self._tables or self._tables_of(self._sources)
+            for group, group_ops, table in zip(self.groups, self._ops, tables, strict=True):
+                slots = batch.slots[group.slot_key]
+                group_ops.commit(table, slots, batch.query_start_loc, commit_counts)
+        elif self._state is _State.OPEN:
+            for group, group_ops, log in zip(self.groups, self._ops, self._logs, strict=True):
+                group_ops.restore(log, batch.slots[group.slot_key], batch.query_start_loc, commit_counts)
+        self._close()
+
+    def _tables_of(self, sources: Mapping[str, Source]) -> tuple[torch.Tensor, ...]:
+        missing = sorted(self.layer_names - sources.keys())
+        if missing:
+            raise WindowStateError(f"{len(missing)} layers were not staged, the first is {missing[0]}")
+        return tuple(
+            group_ops.source_table([sources[layer.name] for layer in group.layers])
+            for group, group_ops in zip(self.groups, self._ops, strict=True)
+        )
+
+    def finish_direct(self) -> None:
+        """Fall back for the open batch: write in full what was staged, and let later layers write directly.
+
+        The cache is then what stock writes would have left. The batch stays open until commit or abort, which
+        do nothing more.
+
+        Raises:
+            WindowStateError: if no batch is open.
+
+        """
+        batch = self._require_open("finish_direct")
+        if self._state is _State.DIRECT:
+            return
+        self._state = _State.DIRECT
+        sources, self._sources = self._sources, {}
+        for name, (key, value) in sources.items():
+            group, layer = self._layers[name]
+            layer.direct_write(key, value, batch.slots[group.slot_key])
+
+    def abort(self) -> None:
+        """Drop the batch, if one is open, without any write."""
+        self._close()
+
+    def _require_open(self, what: str) -> WindowBatch:
+        if self.batch is None:
+            raise WindowStateError(f"{what}: no window batch is open")
+        return self.batch
+
+    def _close(self) -> None:
+        self.batch = None
+        self._state = _State.IDLE
+        self._sources = {}
+        self._tables = ()
+        self._logs = []

@@ -1,0 +1,39 @@
+"""The FastAPI application: vLLM's OpenAI layer, plus what this server adds to it."""
+
+from __future__ import annotations
+
+import argparse
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+
+from nwor.engine.metrics import attach_metrics
+from server import acceptance, admin, http_errors
+from server.body_limit import BodyLimitMiddleware
+
+
+async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
+    """Build the application around a running engine.
+
+    Args:
+        engine: vLLM's engine client, normally an ``AsyncLLM``.
+        args: the command line as :func:`server.cli.parse` returns it: vLLM's attributes and ours.
+
+    Returns:
+        The application with every route of vLLM's that the model supports. It does not own the engine.
+
+    """
+    supported_tasks = await engine.get_supported_tasks()
+    app = build_app(args, supported_tasks, engine.model_config)
+    http_errors.install(app)
+    admin.install(app, engine, args.admin_api_key, attach_metrics(engine))
+    # Innermost: behind the check of the API key, and inside the error handlers' reach.
+    app.user_middleware.append(Middleware(BodyLimitMiddleware, limit=args.max_body_size))
+    # vLLM has built the stack already, for SageMaker's sake; Starlette builds it anew, with these changes.
+    app.middleware_stack = None
+    await init_app_state(engine, app.state, args, supported_tasks)
+    acceptance.install(app.state)
+    return app

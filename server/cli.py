@@ -1,0 +1,236 @@
+"""The command ``nwor-server``: vLLM's command line plus ours, checked before anything heavy starts."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from nwor.version import __version__
+from server import environment
+from server.checks import check_port, prescan
+from server.errors import StartupError, UsageError
+from server.models import is_local
+from server.nwor_options import add_nwor_options, resolve_nwor
+from server.options import (
+    add_server_options,
+    apply_device_defaults,
+    check_device,
+    resolve_models,
+    speculates,
+    use_reporting_scheduler,
+)
+
+PROG = "nwor-server"
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+_CHILD_SECONDS = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the server until a signal ends it.
+
+    Args:
+        argv: the command line without the program's name; None takes the process'.
+
+    Returns:
+        The exit code: 0 after an orderly stop, 1 when the server could not start or the engine died, 2 for a
+        command line that cannot be served.
+
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--version" in arguments:
+        print(f"{PROG} {__version__}")
+        return 0
+    if arguments[:1] == ["mode"]:
+        from server import admin_cli
+
+        return admin_cli.main(arguments[1:])
+    try:
+        early = prescan(arguments)
+        environment.set_defaults(offline=early.demo or (early.model is not None and is_local(early.model)))
+        args = parse(arguments)
+        return _run(args)
+    except UsageError as error:
+        _complain(error)
+        return EXIT_USAGE
+    except StartupError as error:
+        _complain(error)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print(f"{PROG}: stopped before it was ready", file=sys.stderr)
+        return 128 + signal.SIGTERM
+
+
+def _complain(error: Exception) -> None:
+    print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check a whole command line.
+
+    Args:
+        argv: the command line without the program's name.
+
+    Returns:
+        vLLM's attributes and ours, with models, draft and device settled.
+
+    Raises:
+        StartupError: the line cannot be served; the message says what to do.
+
+    """
+    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
+    from vllm.platforms import current_platform
+
+    # Without a device, vLLM's parser cannot even name its defaults.
+    check_device(current_platform.device_type)
+    parser = make_parser()
+    default_model = parser.get_default("model")
+    try:
+        args = parser.parse_args(list(argv))
+        validate_parsed_serve_args(args)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise UsageError(str(error)) from error
+    resolve_models(args, default_model)
+    use_reporting_scheduler(args)
+    resolve_nwor(args, speculates(args))
+    eager_given = any(
+        arg.replace("_", "-").startswith(("--enforce-eager", "--no-enforce-eager")) for arg in argv
+    )
+    apply_device_defaults(args, current_platform.device_type, eager_given)
+    check_processes(args)
+    check_port(args.host, args.port, args.uds)
+    return args
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of every flag: vLLM's for engine and front end, and ours in their own group."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        """Reports a wrong command line as an exception instead of printing the usage of 300 flags."""
+
+        def error(self, message: str) -> NoReturn:
+            raise UsageError(_explain(message, self._option_string_actions))
+
+    parser: argparse.ArgumentParser = make_arg_parser(
+        Parser(
+            prog=PROG,
+            usage=f"{PROG} MODEL [--draft DRAFT] [options]\n       {PROG} --demo [options]",
+            description="OpenAI-compatible server with EAGLE speculative decoding, on vLLM.",
+            epilog=f"All flags: {PROG} --help=all; a section: {PROG} --help=NworServer; "
+            f"one flag: {PROG} --help=draft",
+        )
+    )
+    parser.add_argument("--version", action="store_true", help="Print the version and exit.")
+    add_server_options(parser)
+    add_nwor_options(parser)
+    parser.set_defaults(per_request_spec_decode_metrics="summary")
+    return parser
+
+
+def _explain(message: str, known: dict[str, Any]) -> str:
+    prefix = "unrecognized arguments: "
+    if not message.startswith(prefix):
+        return message
+    word = message[len(prefix) :].split()[0]
+    if not word.startswith("-"):
+        return f"unexpected argument {word!r}: one model is served at a time; list the flags with --help=all"
+    close = difflib.get_close_matches(word.split("=")[0], known, n=1, cutoff=0.75)
+    hint = f"did you mean {close[0]}?" if close else "list the flags with --help=all"
+    return f"unknown flag {word}: {hint}"
+
+
+def check_processes(args: argparse.Namespace) -> None:
+    """Refuse what this server's single API process cannot do.
+
+    Raises:
+        UsageError: a flag that asks vLLM for another launcher.
+
+    """
+    refused = {
+        "--api-server-count": args.api_server_count is not None and args.api_server_count != 1,
+        "--headless": args.headless,
+        "--grpc": args.grpc,
+        "--data-parallel-multi-port-external-lb": args.data_parallel_multi_port_external_lb,
+    }
+    for flag, given in refused.items():
+        if given:
+            raise UsageError(
+                f"{flag} is not supported: {PROG} serves HTTP from one process; drop it, run several servers "
+                "behind a load balancer, or use 'vllm serve'"
+            )
+
+
+def _run(args: argparse.Namespace) -> int:
+    import uvloop
+    from vllm.entrypoints.launchers.launcher import setup_server
+
+    # Until the event loop has handlers of its own.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        address, sock = setup_server(args, reuse_port=False)
+    except (KeyError, OSError) as error:
+        raise StartupError(str(error.args[0]) if isinstance(error, KeyError) else str(error)) from error
+    try:
+        return int(uvloop.run(_serve(args, address, sock)))
+    finally:
+        sock.close()
+        if args.uds and os.path.exists(args.uds):
+            os.unlink(args.uds)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    """End a start-up at once: an exception would get lost in what the event loop is in the middle of."""
+    print(f"{PROG}: stopped before it was ready", file=sys.stderr, flush=True)
+    for child in multiprocessing.active_children():
+        # The engine ends its own workers; where it hangs in its start, they end on seeing it gone.
+        child.terminate()
+        child.join(_CHILD_SECONDS)
+        child.kill()
+    os._exit(128 + signal.SIGTERM)
+
+
+async def _serve(args: argparse.Namespace, address: str, sock: Any) -> int:
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+
+    from server.app import create_app
+    from server.lifecycle import Lifecycle
+
+    engine_context = build_async_engine_client(args)
+    try:
+        engine = await engine_context.__aenter__()
+    except Exception as error:
+        raise StartupError(f"the engine did not start: {_cause(error)}") from error
+    try:
+        app = await create_app(engine, args)
+        lifecycle = Lifecycle(app, engine, args.drain_timeout)
+        return await lifecycle.serve(sock, args, ready=lambda: _announce(args, address))
+    finally:
+        await engine_context.__aexit__(None, None, None)
+
+
+def _cause(error: BaseException) -> str:
+    """Return what vLLM says went wrong, without the validator's frame around it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    _, found, detail = text.partition("Value error, ")
+    return detail.split(" [type=")[0] if found else text
+
+
+def _announce(args: argparse.Namespace, address: str) -> None:
+    name = args.served_model_name[0] if args.served_model_name else args.model
+    body = f'{{"model": "{name}", "prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0}}'
+    reachable = address.replace("://0.0.0.0:", "://127.0.0.1:").replace("://[::]:", "://[::1]:")
+    where = f"--unix-socket {args.uds} http://localhost" if args.uds else reachable
+    key = ' -H "Authorization: Bearer $API_KEY"' if args.api_key else ""
+    print(
+        f"\n{PROG} {__version__} is ready on {address}. Try:\n"
+        f"  curl -s {where}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'\n",
+        flush=True,
+    )

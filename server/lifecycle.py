@@ -1,0 +1,171 @@
+"""Serving from ready to exit: signals, draining, and what happens when the engine dies."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Generator
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from vllm import envs
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.launchers.utils.constants import (
+    H11_MAX_HEADER_COUNT_DEFAULT,
+    H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT,
+)
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
+
+logger = logging.getLogger("vllm.nwor.server")
+
+EXIT_OK = 0
+EXIT_ENGINE_DEAD = 1
+
+#: Seconds between two looks at the engine.
+WATCH_INTERVAL = 0.5
+#: Seconds for which /health answers 503 before the process ends, so that whoever watches can see it.
+DEAD_GRACE = 3.0
+#: Seconds that aborted requests have to hand their last answer to the client.
+ABORT_GRACE = 5.0
+# uvicorn looks at its exit flag ten times a second, and accepts requests until then.
+_CLOSE_SECONDS = 0.3
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers: ours drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class Lifecycle:
+    """Runs one application on one socket until a signal or the engine's death ends it."""
+
+    def __init__(self, app: FastAPI, engine: EngineClient, drain_timeout: float) -> None:
+        self._app = app
+        self._engine = engine
+        self._drain_timeout = drain_timeout
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def serve(self, sock: socket.socket, args: argparse.Namespace, ready: Callable[[], None]) -> int:
+        """Serve until told to stop.
+
+        Args:
+            sock: a bound socket, not yet listening.
+            args: the command line; uvicorn's settings are vLLM's flags.
+            ready: called once the socket accepts requests.
+
+        Returns:
+            The process' exit code.
+
+        """
+        config = uvicorn.Config(self._app, **uvicorn_settings(args))
+        # Cancels what is left after the drain, the abort and the abort's grace.
+        config.timeout_graceful_shutdown = max(1, round(self._drain_timeout + ABORT_GRACE))
+        config.h11_max_incomplete_event_size = (
+            args.h11_max_incomplete_event_size or H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT
+        )
+        config.h11_max_header_count = args.h11_max_header_count or H11_MAX_HEADER_COUNT_DEFAULT  # type: ignore[attr-defined]
+        config.load()
+        server = _Server(config)
+        # vLLM's error handlers ask here for an end at once when the engine is dead; _watch ends the server,
+        # after the time in which /health tells of it.
+        self._app.state.server = SimpleNamespace(should_exit=False)
+        refresher = _refresh_certificates(config) if args.enable_ssl_refresh else None
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, signal.Signals(number))
+        tasks = [
+            loop.create_task(self._announce(server, ready)),
+            loop.create_task(self._watch(server)),
+            loop.create_task(self._drain(server)),
+        ]
+        try:
+            await server.serve(sockets=[sock])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if refresher is not None:
+                refresher.stop()
+        if self._engine.errored and not self._stopping.is_set():
+            logger.critical("The engine died; the server ends. The engine's own error stands above.")
+            return EXIT_ENGINE_DEAD
+        logger.info("Stopped.")
+        return EXIT_OK
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stopping.is_set():
+            logger.info("%s again: aborting what still runs.", number.name)
+            self._hurry.set()
+            return
+        logger.info(
+            "%s: no new requests; running ones have %g s to finish.", number.name, self._drain_timeout
+        )
+        self._stopping.set()
+
+    async def _announce(self, server: uvicorn.Server, ready: Callable[[], None]) -> None:
+        while not server.started:
+            await asyncio.sleep(0.02)
+        ready()
+
+    async def _drain(self, server: uvicorn.Server) -> None:
+        """After a signal: let uvicorn stop listening and wait, and abort what outlives the drain."""
+        await self._stopping.wait()
+        server.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), max(self._drain_timeout, _CLOSE_SECONDS))
+        if self._engine.errored:
+            return
+        logger.info("Aborting the requests that still run.")
+        # Each ends with finish_reason "abort", which its client gets as the last word.
+        await self._engine.pause_generation(mode="abort", clear_cache=False)
+
+    async def _watch(self, server: uvicorn.Server) -> None:
+        """End the server when the engine is dead, after a while in which /health says so."""
+        while not self._engine.errored:
+            await asyncio.sleep(WATCH_INTERVAL)
+        if envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH and not self._stopping.is_set():
+            return
+        if not self._stopping.is_set():
+            await asyncio.sleep(DEAD_GRACE)
+        server.should_exit = True
+
+
+def uvicorn_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return uvicorn's settings as vLLM derives them from its flags."""
+    settings: dict[str, Any] = {
+        "host": args.host,
+        "port": args.port,
+        "log_level": args.uvicorn_log_level,
+        "access_log": not args.disable_uvicorn_access_log,
+        "timeout_keep_alive": envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        "ssl_keyfile": args.ssl_keyfile,
+        "ssl_certfile": args.ssl_certfile,
+        "ssl_ca_certs": args.ssl_ca_certs,
+        "ssl_cert_reqs": args.ssl_cert_reqs,
+        "ssl_ciphers": args.ssl_ciphers,
+    }
+    log_config = get_uvicorn_log_config(args)
+    if log_config is not None:
+        settings["log_config"] = log_config
+    return settings
+
+
+def _refresh_certificates(config: uvicorn.Config) -> SSLCertRefresher:
+    return SSLCertRefresher(
+        ssl_context=config.ssl,
+        key_path=config.ssl_keyfile,
+        cert_path=config.ssl_certfile,
+        ca_path=config.ssl_ca_certs,
+    )

@@ -1,0 +1,114 @@
+"""The flags of NWOR and of the admin API, and how they turn into the engine's ``additional_config``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from nwor.config import CONFIG_KEY, NworConfig
+from nwor.engine import plugin
+from nwor.errors import ConfigError
+from nwor.modes import Mode
+from server.errors import UsageError
+
+#: Where the admin key is read from when no flag names one.
+ADMIN_KEY_VARIABLE = "NWOR_ADMIN_API_KEY"
+
+_SETTINGS = {"nwor_mode": "mode", "nwor_modes": "modes", "nwor_self_check_interval": "self_check_interval"}
+
+
+class Secret(str):
+    """Text that does not show in logs of the command line."""
+
+    def __repr__(self) -> str:
+        """Return a placeholder."""
+        return "'***'"
+
+
+def add_nwor_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to a parser, in a group of their own."""
+    group = parser.add_argument_group(
+        title="Nwor", description="Flags of no-write-on-reject and its admin API."
+    )
+    modes = [mode.value for mode in Mode]
+    group.add_argument("--nwor-mode", choices=modes, help="Mode after the start. Default: stage.")
+    group.add_argument(
+        "--nwor-modes",
+        metavar="MODE,MODE",
+        help="Modes that may be switched to while the server runs. Default: all.",
+    )
+    group.add_argument(
+        "--nwor-self-check-interval",
+        type=int,
+        metavar="N",
+        help="Check the cache after every N-th verify step; 0, the default, never does.",
+    )
+    group.add_argument("--no-nwor", action="store_true", help="Leave NWOR out of the engine: stock vLLM.")
+    group.add_argument(
+        "--admin-api-key",
+        type=Secret,
+        metavar="KEY",
+        help=f"Key of /admin, apart from --api-key; also read from {ADMIN_KEY_VARIABLE}. Without one, "
+        "/admin answers 403.",
+    )
+
+
+def resolve_nwor(args: argparse.Namespace, speculates: bool) -> None:
+    """Settle whether the engine has NWOR, and with which settings, in ``args.additional_config``.
+
+    Args:
+        args: the parsed command line.
+        speculates: whether the engine speculates; without, there is nothing to reject.
+
+    Raises:
+        UsageError: flags that contradict each other or are not valid.
+
+    """
+    _resolve_admin_key(args)
+    given = {key: getattr(args, name) for name, key in _SETTINGS.items() if getattr(args, name) is not None}
+    first = next(
+        (f"--{name.replace('_', '-')}" for name in _SETTINGS if getattr(args, name) is not None), None
+    )
+    additional = dict(args.additional_config or {})
+    configured = CONFIG_KEY in additional
+    if first is not None and configured:
+        raise UsageError(f"{first} and --additional-config both set NWOR: drop one of them")
+    if args.no_nwor and (first is not None or configured):
+        raise UsageError(
+            f"--no-nwor leaves NWOR out, {first or '--additional-config'} sets it: drop one of them"
+        )
+    unavailable = plugin.why_not()
+    if unavailable is not None and not args.no_nwor and (first is not None or configured):
+        raise UsageError(f"NWOR is asked for and not available: {unavailable}")
+    if first is not None and not speculates:
+        raise UsageError(f"{first} needs speculative decoding: add --draft, or drop {first}")
+    try:
+        if configured:
+            NworConfig.from_additional_config(additional)
+        elif speculates and not args.no_nwor and unavailable is None:
+            if "modes" in given:
+                given["modes"] = [word for word in given["modes"].split(",") if word.strip()]
+            additional[CONFIG_KEY] = NworConfig.from_mapping(given).to_mapping()
+        elif speculates and not args.no_nwor:
+            print(f"nwor-server: warning: serving without NWOR: {unavailable}", file=sys.stderr, flush=True)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    args.additional_config = additional
+    # Where the package is installed vLLM does this by itself.
+    plugin.register()
+
+
+def _resolve_admin_key(args: argparse.Namespace) -> None:
+    if args.admin_api_key is None and os.environ.get(ADMIN_KEY_VARIABLE):
+        args.admin_api_key = Secret(os.environ[ADMIN_KEY_VARIABLE])
+    if args.admin_api_key is None:
+        return
+    if not args.admin_api_key.strip():
+        raise UsageError("--admin-api-key is empty: give a key, or leave the flag out")
+    users = args.api_key or []
+    users = [users] if isinstance(users, str) else users
+    if args.admin_api_key in [*users, os.environ.get("VLLM_API_KEY")]:
+        raise UsageError(
+            "the admin key is also a user's API key: users could switch modes; give it one of its own"
+        )

@@ -1,0 +1,227 @@
+"""The server's own flags, and how they turn into vLLM's."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from server.errors import StartupError, UsageError
+from server.models import check_draft, check_model, guess_method
+
+#: Title of our group in ``--help``.
+GROUP = "NworServer"
+
+DEFAULT_SPECULATIVE_TOKENS = 4
+DEFAULT_MAX_BODY_BYTES = 32 * 2**20
+# Kubernetes kills 30 s after SIGTERM; this leaves the engine time to go down.
+DEFAULT_DRAIN_SECONDS = 25.0
+DEMO_NAME = "nwor-demo"
+DEMO_KV_CACHE_BYTES = 2**30
+# vLLM would take a share of the machine's memory.
+CPU_KV_CACHE_BYTES = 4 * 2**30
+
+#: Import path of :func:`server.scheduler.create_scheduler`, which only the engine's process imports.
+REPORTING_SCHEDULER = "server.scheduler.create_scheduler"
+
+#: Import path of what mends sampling on a CPU; the engine's workers import it.
+CPU_SAMPLING = "server.cpu_sampling.WorkerExtension"
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Return a number of bytes from ``1000``, ``64K``, ``32M``, ``32Mi`` or ``1G`` (K = 1000, Ki = 1024).
+
+    Raises:
+        argparse.ArgumentTypeError: not a size above zero.
+
+    """
+    digits = text.strip().rstrip("bB").rstrip("kKmMgGiI")
+    unit = text.strip().rstrip("bB")[len(digits) :].lower()
+    if not digits.isdecimal() or unit not in _UNITS or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in bytes, such as 4000000, 512K or 32Mi")
+    return int(digits) * _UNITS[unit]
+
+
+def parse_seconds(text: str) -> float:
+    """Return a number of seconds, 0 or more.
+
+    Raises:
+        argparse.ArgumentTypeError: not such a number.
+
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
+    return seconds
+
+
+def parse_count(text: str) -> int:
+    """Return a whole number above zero.
+
+    Raises:
+        argparse.ArgumentTypeError: not such a number.
+
+    """
+    if not text.strip().isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Add our flags to a parser, in a group of their own."""
+    group = parser.add_argument_group(title=GROUP, description="Flags of nwor-server, on top of vLLM's.")
+    group.add_argument("--demo", action="store_true", help="Serve the bundled demo model and its EAGLE head.")
+    group.add_argument(
+        "--draft",
+        metavar="DRAFT",
+        help="Folder or Hugging Face id of the EAGLE head; turns speculative decoding on.",
+    )
+    group.add_argument(
+        "--num-speculative-tokens",
+        type=parse_count,
+        metavar="K",
+        help=f"Draft tokens per step. Default with a draft: {DEFAULT_SPECULATIVE_TOKENS}.",
+    )
+    group.add_argument(
+        "--speculative-method",
+        choices=["eagle", "eagle3"],
+        help="How the head was trained; told from its config.json when not given.",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=parse_seconds,
+        default=DEFAULT_DRAIN_SECONDS,
+        metavar="SECONDS",
+        help="On SIGTERM, how long running requests may take to finish before they are aborted.",
+    )
+    group.add_argument(
+        "--max-body-size",
+        type=parse_size,
+        default=DEFAULT_MAX_BODY_BYTES,
+        metavar="BYTES",
+        help="Largest request body that is read; a larger one is answered with 413.",
+    )
+
+
+def resolve_models(args: argparse.Namespace, default_model: str | None = None) -> None:
+    """Settle which model, draft and method are served, and check that they fit.
+
+    Sets ``args.model`` and, with a draft, ``args.speculative_config`` (vLLM's form).
+
+    Args:
+        args: the parsed command line: vLLM's attributes and ours.
+        default_model: the value of ``--model`` that nobody typed.
+
+    Raises:
+        UsageError: flags that contradict each other, or no model at all.
+        StartupError: a model that is not there, or a draft that does not fit.
+
+    """
+    named = args.model_tag if args.model_tag is not None else args.model
+    given = named if args.model_tag is not None or named != default_model else None
+    if args.demo:
+        if given is not None:
+            raise UsageError(f"--demo serves the bundled model: drop --demo or drop {given!r}")
+        _use_demo(args)
+    elif given is None:
+        raise UsageError("no model given: pass a folder, a Hugging Face id, or --demo")
+    else:
+        args.model = given
+    check_model(args.model, "model")
+    _use_draft(args)
+
+
+def _use_demo(args: argparse.Namespace) -> None:
+    from server import demo
+
+    try:
+        args.model, draft = str(demo.model_path()), str(demo.draft_path())
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from error
+    if args.draft is None and not _vllm_speculation(args):
+        args.draft = draft
+        args.speculative_method = args.speculative_method or demo.draft_method()
+    if args.served_model_name is None:
+        args.served_model_name = [DEMO_NAME]
+    if args.kv_cache_memory_bytes is None:
+        args.kv_cache_memory_bytes = DEMO_KV_CACHE_BYTES
+
+
+def _vllm_speculation(args: argparse.Namespace) -> str | None:
+    """Return the first of vLLM's own flags for speculation that is set."""
+    for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens"):
+        if getattr(args, name, None) is not None:
+            return "--" + name.replace("_", "-")
+    return None
+
+
+def _use_draft(args: argparse.Namespace) -> None:
+    if args.draft is None:
+        for flag in ("num_speculative_tokens", "speculative_method"):
+            if getattr(args, flag) is not None:
+                raise UsageError(
+                    f"--{flag.replace('_', '-')} says how to draft, but there is no draft: add --draft"
+                )
+        return
+    if other := _vllm_speculation(args):
+        raise UsageError(f"--draft and {other} both configure speculative decoding: drop one of them")
+    check_model(args.draft, "draft")
+    check_draft(args.model, args.draft)
+    config: dict[str, Any] = {
+        "method": args.speculative_method or guess_method(args.draft),
+        "model": args.draft,
+        "num_speculative_tokens": args.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS,
+    }
+    args.speculative_config = config
+
+
+def speculates(args: argparse.Namespace) -> bool:
+    """Whether the engine will speculate, by our flags or by vLLM's."""
+    return args.draft is not None or _vllm_speculation(args) is not None
+
+
+def use_reporting_scheduler(args: argparse.Namespace) -> None:
+    """Have the figures reported of requests that stop strings end, unless the user chose a scheduler."""
+    if speculates(args) and args.per_request_spec_decode_metrics != "none" and args.scheduler_cls is None:
+        args.scheduler_cls = REPORTING_SCHEDULER
+
+
+def check_device(device_type: str) -> None:
+    """Check that there is a device to run on.
+
+    Args:
+        device_type: vLLM's name of the device ("cpu", "cuda", ...; empty where there is none).
+
+    Raises:
+        StartupError: vLLM finds no device that it was built for.
+
+    """
+    if not device_type:
+        raise StartupError(
+            "no usable device: this vLLM is built for GPUs and finds none; check the driver (nvidia-smi), "
+            "or install the CPU build with: pip install 'nwor[cpu]'"
+        )
+
+
+def apply_device_defaults(args: argparse.Namespace, device_type: str, enforce_eager_given: bool) -> None:
+    """Fill in what suits the device, where the user has not said otherwise.
+
+    Args:
+        args: the parsed command line.
+        device_type: vLLM's name of the device.
+        enforce_eager_given: whether ``--enforce-eager`` or its negation was typed.
+
+    """
+    if device_type != "cpu":
+        return
+    if args.worker_extension_cls in (None, ""):
+        args.worker_extension_cls = CPU_SAMPLING
+    if args.kv_cache_memory_bytes is None:
+        args.kv_cache_memory_bytes = CPU_KV_CACHE_BYTES
+    # Compiling the small model takes longer than it saves before the first answers.
+    if args.demo and not enforce_eager_given:
+        args.enforce_eager = True

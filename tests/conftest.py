@@ -1,0 +1,78 @@
+"""What several folders share: markers for hardware, free ports, servers that never outlive the run."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.server_process import ServerProcess
+
+# How long an example takes says nothing on a shared machine.
+settings.register_profile("nwor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("nwor")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs an NVIDIA GPU with CUDA")
+        for item in marked:
+            item.add_marker(skip)
+
+
+def find_free_port() -> int:
+    """Return a port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def free_port() -> int:
+    return find_free_port()
+
+
+@pytest.fixture(scope="session")
+def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ServerProcess]]:
+    """Start servers: ``start_server(*flags, wait=True)``; all of them are gone when the run ends."""
+    started: list[ServerProcess] = []
+
+    def start(*flags: str, wait: bool = True) -> ServerProcess:
+        log: Path = tmp_path_factory.mktemp("server") / "log.txt"
+        server = ServerProcess([*flags, "--host", "127.0.0.1"], find_free_port(), log)
+        started.append(server)
+        if wait:
+            server.wait_until_ready()
+        return server
+
+    yield start
+    for server in started:
+        server.kill()
+
+
+#: Both keys of the shared server.
+API_KEYS = ("first-key", "second-key")
+#: Key of its admin API.
+ADMIN_KEY = "admin-key"
+
+
+@pytest.fixture(scope="session")
+def server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
+    """One server on the demo model for every test that only sends requests."""
+    shared = start_server(
+        *("--demo", "--max-body-size", "1Mi", "--api-key", *API_KEYS),
+        *("--admin-api-key", ADMIN_KEY),
+        # A small model may fill its budget with blanks between JSON's tokens. Also: dotted flags arrive.
+        *("--structured-outputs-config.backend", "xgrammar"),
+        *("--structured-outputs-config.disable_any_whitespace", "true"),
+    )
+    shared.api_key = API_KEYS[0]
+    return shared

@@ -1,0 +1,110 @@
+"""A worker extension for tests: after every verify step, compares the whole cache with what it must be.
+
+What it must be is computed by vLLM's own writer on a copy that was taken before the step: rows of accepted
+tokens and of prompts written, rows of rejected tokens left out. All bytes of all layers are compared, so a
+slot that was touched by mistake anywhere in the cache is found.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from server import cpu_sampling  # its import mends sampling in the worker's process, as the server does
+
+assert cpu_sampling.KERNEL
+
+
+class CacheProbe:
+    """Mixed into the worker by ``worker_extension_cls``."""
+
+    model_runner: Any
+
+    def probe_start(self) -> None:
+        """Watch every verify step from now on, whatever the mode."""
+        runner = self.model_runner
+        rank = runner.nwor
+        self._probe: dict[str, Any] = {"steps": 0, "rejected": 0, "accepted": 0, "mixed": 0, "wrong": []}
+        self._written: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._layers = runner.nwor_target_layers()
+        self._restore = [(rank, "begin"), (rank, "finish")]
+        for name, layer in self._layers.items():
+            self._watch_writes(name, layer)
+        begin, finish = rank.begin, rank.finish
+
+        def watched_begin(plan: Any, query_start_loc: torch.Tensor, slots: Any) -> None:
+            self._before = None
+            self._written.clear()
+            if plan is not None:
+                self._before = {name: layer.kv_cache.clone() for name, layer in self._layers.items()}
+                self._starts = query_start_loc[: len(plan.request_ids) + 1].clone()
+                self._plan = plan
+            begin(plan, query_start_loc, slots)
+
+        def watched_finish(rejected: torch.Tensor) -> Any:
+            plan = finish(rejected)
+            if self._before is not None:
+                self._compare(rejected)
+            return plan
+
+        rank.begin, rank.finish = watched_begin, watched_finish
+
+    def _watch_writes(self, name: str, layer: Any) -> None:
+        update = layer.impl.do_kv_cache_update
+
+        def watched(module: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
+            self._written[name] = (key.clone(), value.clone(), slots.clone())
+            update(module, key, value, cache, slots)
+
+        layer.impl.do_kv_cache_update = watched
+
+    def _compare(self, rejected: torch.Tensor) -> None:
+        probe, plan = self._probe, self._plan
+        probe["steps"] += 1
+        probe["mixed"] += any(drafts == 0 for drafts in plan.draft_counts)
+        dropped = []
+        for index, drafts in enumerate(plan.draft_counts):
+            end, refused = int(self._starts[index + 1]), int(rejected[index])
+            dropped.extend(range(end - refused, end))
+            probe["rejected"] += refused
+            probe["accepted"] += drafts - refused
+        off = self.model_runner.nwor.state.mode == "off"
+        for name, layer in self._layers.items():
+            key, value, slots = self._written[name]
+            if dropped and not off:
+                slots[torch.tensor(dropped)] = -1
+            expected = self._before[name]
+            stock = super(type(layer.impl), layer.impl)
+            stock.do_kv_cache_update(layer, key, value, expected, slots)
+            same = torch.equal(expected.view(torch.uint8), layer.kv_cache.view(torch.uint8))
+            if not same and len(probe["wrong"]) < 20:
+                differs = (expected.view(torch.uint8) != layer.kv_cache.view(torch.uint8)).sum()
+                probe["wrong"].append(f"step {probe['steps']}, {name}: {int(differs)} bytes differ")
+
+    def probe_stop(self) -> dict[str, Any]:
+        """Stop watching and return what was seen."""
+        for owner, attribute in self._restore:
+            delattr(owner, attribute)
+        for layer in self._layers.values():
+            del layer.impl.do_kv_cache_update
+        return self._probe
+
+    def break_next(self, where: str) -> None:
+        """Make the next call of a part of NWOR raise: "attend" (one layer), or "commit"."""
+        rank = self.model_runner.nwor
+        if where == "commit":
+            owner, attribute = rank.window, "commit"
+        else:
+            layers = list(self._layers_of_target().values())
+            owner, attribute = layers[len(layers) // 2].impl.nwor, "attend"
+
+        def broken(*args: Any, **kwargs: Any) -> None:
+            delattr(owner, attribute)
+            raise RuntimeError(f"broken on purpose: {where}")
+
+        setattr(owner, attribute, broken)
+
+    def _layers_of_target(self) -> dict[str, Any]:
+        layers: dict[str, Any] = self.model_runner.nwor_target_layers()
+        return layers

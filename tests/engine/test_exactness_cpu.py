@@ -1,0 +1,209 @@
+"""Claim: on the CPU in float32, `stage` and `cow` give the tokens of `off`, and leave the cache as they must.
+
+Coverage: the demo model through vLLM's engine; greedy and seeded sampling; windows of 2, 5 and 9 tokens;
+batches of 1 to 16 requests, mixed with chunked prefill and prefix hits; mode switches between and during
+requests.
+Tolerance: none. Tokens, acceptance counts and cache bytes are compared for equality.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from server import demo
+
+pytestmark = pytest.mark.engine
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # All requests of a run are in the queue before its first step, so that every run is scheduled alike.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+PROMPTS = 200
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=[1, 4, 8], ids=lambda k: f"k{k}")
+def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """One engine for each window length; its modes are switched while it runs."""
+    saved = dict(os.environ)
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM
+
+    from nwor.engine.plugin import register
+
+    register()  # what vLLM does by itself where the package is installed
+    llm = LLM(
+        str(demo.model_path()),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        num_gpu_blocks_override=96,
+        speculative_config={
+            "model": str(demo.draft_path()),
+            "method": demo.draft_method(),
+            "num_speculative_tokens": request.param,
+        },
+        additional_config={"nwor": {"mode": "off"}},
+        worker_extension_cls="tests.engine.cache_probe.CacheProbe",
+        disable_log_stats=False,
+    )
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+def _prompts() -> list[str]:
+    bodies = ["return a + b", "for i in range(10):\n        total += i", "raise ValueError(message)", "x = {"]
+    return [
+        f"class Item{i % 9}:\n    def method_{i}(self, a, b):\n        " + bodies[i % 4] * (1 + i % 3)
+        for i in range(PROMPTS)
+    ]
+
+
+def _set_mode(llm: Any, mode: str) -> None:
+    for answer in llm.collective_rpc("nwor_set_mode", args=(mode,)):
+        assert answer["new"] == mode
+
+
+def _run(llm: Any, mode: str, *, seeded: bool, batch: int) -> list[tuple[int, ...]]:
+    from vllm import SamplingParams
+
+    _set_mode(llm, mode)
+    # A prefix hit changes what the drafter sees, and with it the number of windows.
+    assert llm.reset_prefix_cache()
+    prompts = _prompts()
+    tokens: list[tuple[int, ...]] = []
+    for start in range(0, len(prompts), batch):
+        part = prompts[start : start + batch]
+        params = [
+            SamplingParams(
+                temperature=0.8 if seeded else 0.0,
+                seed=1000 + start + i,
+                max_tokens=NEW_TOKENS,
+                ignore_eos=True,
+            )
+            for i in range(len(part))
+        ]
+        outputs = llm.generate(part, params, use_tqdm=False)
+        tokens.extend(tuple(output.outputs[0].token_ids) for output in outputs)
+    return tokens
+
+
+def _counters(llm: Any) -> dict[str, int]:
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    values = {metric.name: metric for metric in llm.get_metrics()}
+    return {name: values[f"vllm:spec_decode_{name}"].value for name in names}
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
+def test_same_tokens_and_acceptance_in_every_mode(engine: Any, seeded: bool) -> None:
+    results, counted = {}, {}
+    for mode in ("off", "stage", "cow"):
+        before = _counters(engine)
+        own_before = engine.collective_rpc("nwor_report")[0]["counts"]
+        results[mode] = _run(engine, mode, seeded=seeded, batch=40)
+        after = _counters(engine)
+        own = engine.collective_rpc("nwor_report")[0]["counts"]
+        counted[mode] = {name: after[name] - before[name] for name in after}
+        # Our own counts are vLLM's, over the same steps.
+        assert own["accepted_tokens"] - own_before["accepted_tokens"] == counted[mode]["num_accepted_tokens"]
+        assert own["draft_tokens"] - own_before["draft_tokens"] == counted[mode]["num_draft_tokens"]
+        assert own["windows"] - own_before["windows"] == counted[mode]["num_drafts"]
+    assert counted["off"]["num_accepted_tokens"] > 0
+    assert results["stage"] == results["off"]
+    assert results["cow"] == results["off"]
+    assert counted["stage"] == counted["off"] == counted["cow"]
+
+
+def test_batch_size_does_not_matter(engine: Any) -> None:
+    assert (
+        _run(engine, "stage", seeded=False, batch=1)[:50] == _run(engine, "off", seeded=False, batch=64)[:50]
+    )
+
+
+@pytest.mark.parametrize("mode", ["off", "stage", "cow"])
+def test_whole_cache_after_every_step(engine: Any, mode: str) -> None:
+    engine.collective_rpc("probe_start")
+    try:
+        _run(engine, mode, seeded=False, batch=50)
+    finally:
+        seen = engine.collective_rpc("probe_stop")[0]
+    assert seen["wrong"] == []
+    assert seen["steps"] > 50
+    assert seen["mixed"] > 0
+    assert seen["rejected"] > 100
+    assert seen["accepted"] > 0
+
+
+def test_prefix_hits_do_not_change_tokens(engine: Any) -> None:
+    from vllm import SamplingParams
+
+    expected = _run(engine, "off", seeded=False, batch=64)
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    for mode in ("stage", "cow", "stage"):
+        _set_mode(engine, mode)
+        outputs = engine.generate(_prompts(), params, use_tqdm=False)
+        assert [tuple(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+def test_savings_are_the_rejected_tokens(engine: Any) -> None:
+    before = engine.collective_rpc("nwor_report")[0]
+    _run(engine, "stage", seeded=False, batch=64)
+    after = engine.collective_rpc("nwor_report")[0]
+    delta = {
+        name: after["counts"][name] - before["counts"][name] for name in ("rejected_tokens", "commit_bytes")
+    }
+    assert after["unsupported"] is None
+    assert after["counts"]["direct_windows"] == before["counts"]["direct_windows"]
+    kept = sum(after["counts"][n] - before["counts"][n] for n in ("first_tokens", "accepted_tokens"))
+    assert delta["commit_bytes"] == kept * after["token_bytes"]
+    assert delta["rejected_tokens"] > 0
+
+
+def test_mode_switches_while_requests_run(engine: Any) -> None:
+    from vllm import SamplingParams
+
+    expected = _run(engine, "off", seeded=False, batch=16)[:16]
+    core = engine.llm_engine
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    for index, prompt in enumerate(_prompts()[:16]):
+        core.add_request(str(index), prompt, params)
+    modes = ["stage", "cow", "off"]
+    done: dict[str, tuple[int, ...]] = {}
+    step = 0
+    while core.has_unfinished_requests():
+        _set_mode(engine, modes[step % 3])
+        for output in core.step():
+            if output.finished:
+                done[output.request_id] = tuple(output.outputs[0].token_ids)
+        step += 1
+    assert step > 3
+    assert [done[str(index)] for index in range(16)] == expected
+
+
+@pytest.mark.parametrize("where", ["attend", "commit"])
+def test_a_fault_ends_in_mode_off_with_nothing_lost(engine: Any, where: str) -> None:
+    expected = _run(engine, "off", seeded=False, batch=64)
+    _set_mode(engine, "stage")
+    engine.collective_rpc("break_next", args=(where,))
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    outputs = engine.generate(_prompts(), params, use_tqdm=False)
+    assert [tuple(output.outputs[0].token_ids) for output in outputs] == expected
+    report = engine.collective_rpc("nwor_report")[0]
+    assert report["mode"] == "off"
+    assert "broken on purpose" in report["fault"]
+    assert report["counts"]["direct_windows"]["fault"] >= 1
+    _set_mode(engine, "stage")
+    assert engine.collective_rpc("nwor_report")[0]["fault"] is None

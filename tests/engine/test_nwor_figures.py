@@ -1,0 +1,281 @@
+"""Claim: the figures of requests are what the workers did, and add up to the counters of engine and vLLM.
+
+Coverage: the real server on the demo model, in each mode, across switches while a request runs and across an
+abort; completions, chat and responses, whole and streamed, one and several sequences; and an engine whose
+cache is so small that it preempts.
+Tolerance: none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from server import demo
+from tests.conftest import ADMIN_KEY
+from tests.server_process import DEMO_MODEL, ServerProcess
+
+pytestmark = pytest.mark.engine
+
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+PROMPTS = [
+    "class Item:\n    def method(self, a, b):\n        " + "return a + b" * 2,
+    "def total(items):\n    for item in items:\n        " + "total += i" * 2,
+]
+NUMBERS = ("windows", "first_tokens", "draft_tokens", "accepted_tokens", "rejected_tokens")
+BYTES = ("kv_bytes_baseline", "kv_bytes_written", "kv_bytes_saved")
+
+
+def set_mode(server: ServerProcess, mode: str) -> dict[str, Any]:
+    answer = httpx.put(f"{server.url}/admin/nwor", headers=ADMIN, json={"mode": mode}, timeout=90)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["new"] == mode
+    return answer.json()
+
+
+def report(server: ServerProcess) -> dict[str, Any]:
+    return httpx.get(f"{server.url}/admin/nwor", headers=ADMIN, timeout=90).json()
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_server_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "server" in request.fixturenames:
+        set_mode(request.getfixturevalue("server"), "stage")
+
+
+def last_event(text: str) -> dict[str, Any]:
+    events = [line[len("data: ") :] for line in text.splitlines() if line.startswith("data: {")]
+    return json.loads(events[-1])
+
+
+def requests() -> list[tuple[str, dict[str, Any]]]:
+    """A mixture: every API, whole and streamed, with one and with several sequences."""
+    chat = {"messages": [{"role": "user", "content": "Hello"}]}
+    mixture: list[tuple[str, dict[str, Any]]] = []
+    for number, stream in enumerate((False, True)):
+        options: list[dict[str, Any]] = [{}, {"n": 2}]
+        if stream:
+            options.append({"stream_options": {"include_usage": True}, "n": 2})
+        for extra in options:
+            common = {"max_tokens": 6 + 5 * number, "ignore_eos": True, "stream": stream, **extra}
+            mixture.append(("/v1/completions", {"prompt": PROMPTS[:2], **common}))
+            mixture.append(("/v1/completions", {"prompt": PROMPTS[number], **common}))
+            mixture.append(("/v1/chat/completions", {**chat, **common}))
+        mixture.append(("/v1/responses", {"input": "Hello", "max_output_tokens": 9, "stream": stream}))
+    return [(path, {"model": DEMO_MODEL, "temperature": 0.5, **body}) for path, body in mixture]
+
+
+async def gather(server: ServerProcess) -> list[dict[str, Any]]:
+    """Send the mixture at once and return ``metrics.nwor`` of each answer."""
+    headers = {"Authorization": f"Bearer {server.api_key}"}
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=300) as http:
+
+        async def send(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            if not body["stream"]:
+                return answer.json()["metrics"]["nwor"]
+            assert answer.text.count('"nwor":') == 1
+            event = last_event(answer.text)
+            return event.get("response", event)["metrics"]["nwor"]
+
+        return list(await asyncio.gather(*(send(path, body) for path, body in requests())))
+
+
+def read_metrics(server: ServerProcess) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name in ("windows", "tokens", "kv_write_bytes", "kv_write_bytes_baseline", "request_windows"):
+        for labels, value in server.metric(f"nwor_{name}_total").items():
+            metrics[" ".join([name, *(value for _, value in labels)])] = value
+    metrics["vllm drafts"] = server.total("vllm:spec_decode_num_drafts_total")
+    metrics["vllm draft_tokens"] = server.total("vllm:spec_decode_num_draft_tokens_total")
+    metrics["vllm accepted_tokens"] = server.total("vllm:spec_decode_num_accepted_tokens_total")
+    metrics["mismatches"] = server.total("nwor_accounting_mismatches_total")
+    return metrics
+
+
+def settled(server: ServerProcess, before: dict[str, float]) -> dict[str, float]:
+    """Return what was added to the metrics, once every window belongs to a request that ended."""
+    deadline = time.monotonic() + 20
+    while True:
+        now = read_metrics(server)
+        delta = {name: value - before.get(name, 0.0) for name, value in now.items()}
+        windows = sum(value for name, value in delta.items() if name.startswith("windows "))
+        ended = sum(value for name, value in delta.items() if name.startswith("request_windows "))
+        if (windows and windows == ended) or time.monotonic() > deadline:
+            assert windows == ended > 0
+            return delta
+        time.sleep(0.2)
+
+
+def check_request(figures: dict[str, Any]) -> None:
+    """The figures of a request must agree with each other."""
+    assert figures["first_tokens"] == figures["windows"] > 0
+    assert figures["draft_tokens"] == figures["accepted_tokens"] + figures["rejected_tokens"]
+    assert figures["acceptance_rate"] == figures["accepted_tokens"] / figures["draft_tokens"]
+    assert sum(figures["accepted_by_position"]) == figures["accepted_tokens"]
+    assert figures["accepted_by_position"] == sorted(figures["accepted_by_position"], reverse=True)
+    assert figures["kv_bytes_saved"] == figures["kv_bytes_baseline"] - figures["kv_bytes_written"]
+    assert figures["direct_windows"] == {}
+
+
+def written(mode: str, figures: dict[str, Any], b: int) -> int:
+    first, drafts = figures["first_tokens"], figures["draft_tokens"]
+    return {
+        "off": (first + drafts) * b,
+        "stage": (first + figures["accepted_tokens"]) * b,
+        "cow": (first + drafts + drafts + figures["rejected_tokens"]) * b,
+    }[mode]
+
+
+OUTCOMES = {"off": "direct", "stage": "committed", "cow": "restored"}
+
+
+@pytest.mark.parametrize("mode", ["off", "stage", "cow"])
+def test_requests_add_up_to_the_counters_in_each_mode(server: ServerProcess, mode: str) -> None:
+    set_mode(server, mode)
+    assert dict(server.metric("nwor_mode"))[(("mode", mode),)] == 1
+    assert server.total("nwor_mode") == 1
+    b = report(server)["ranks"][0]["token_bytes"]
+    rank_before = report(server)["counters"]
+    before = read_metrics(server)
+    answers = asyncio.run(gather(server))
+    for figures in answers:
+        check_request(figures)
+        assert figures["modes"] == [mode]
+        assert figures["kv_bytes_baseline"] == (figures["first_tokens"] + figures["draft_tokens"]) * b
+        assert figures["kv_bytes_written"] == written(mode, figures, b)
+    delta = settled(server, before)
+    total = {name: sum(figures[name] for figures in answers) for name in (*NUMBERS, *BYTES)}
+    # One front end, one rank: requests, metrics, the rank's own counters and vLLM's say the same.
+    assert delta[f"windows {OUTCOMES[mode]}"] == delta["request_windows finished"] == total["windows"]
+    for kind in ("first", "draft", "accepted", "rejected"):
+        assert delta[f"tokens {kind}"] == total[f"{kind}_tokens"]
+    assert delta["kv_write_bytes_baseline"] == total["kv_bytes_baseline"]
+    paths = sum(value for name, value in delta.items() if name.startswith("kv_write_bytes "))
+    assert paths == total["kv_bytes_written"]
+    rank = report(server)["counters"]
+    for name in NUMBERS:
+        assert rank[name] - rank_before[name] == total[name]
+    assert rank["saved_bytes"] - rank_before["saved_bytes"] == total["kv_bytes_saved"]
+    assert total["accepted_tokens"] > 0
+    assert delta["vllm drafts"] == total["windows"]
+    assert delta["vllm draft_tokens"] == total["draft_tokens"]
+    assert delta["vllm accepted_tokens"] == total["accepted_tokens"]
+    assert delta["mismatches"] == 0
+
+
+def test_a_request_across_switches_has_the_windows_of_each_mode(server: ServerProcess) -> None:
+    set_mode(server, "stage")
+    b = report(server)["ranks"][0]["token_bytes"]
+    before = read_metrics(server)
+    body = {"model": DEMO_MODEL, "prompt": PROMPTS[0], "max_tokens": 120, "ignore_eos": True, "stream": True}
+    modes = ["cow", "off", "stage"]
+    last = ""
+    with server.client() as http, http.stream("POST", "/v1/completions", json=body) as answer:
+        for number, line in enumerate(answer.iter_lines()):
+            if number % 10 == 4 and modes:
+                set_mode(server, modes.pop(0))
+            if line.startswith("data: {"):
+                last = line
+    assert modes == []
+    figures = last_event(last)["metrics"]["nwor"]
+    check_request(figures)
+    assert figures["modes"] == ["cow", "off", "stage"]
+    delta = settled(server, before)
+    outcomes = {outcome: delta[f"windows {outcome}"] for outcome in OUTCOMES.values()}
+    assert all(outcomes.values())
+    assert sum(outcomes.values()) == figures["windows"]
+    assert figures["kv_bytes_baseline"] == (figures["windows"] + figures["draft_tokens"]) * b
+    paths = sum(value for name, value in delta.items() if name.startswith("kv_write_bytes "))
+    assert paths == figures["kv_bytes_written"]
+    assert delta["mismatches"] == 0
+
+
+def test_windows_of_an_aborted_request_count(server: ServerProcess) -> None:
+    before = read_metrics(server)
+    body = {"model": DEMO_MODEL, "prompt": PROMPTS[1], "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with server.client() as http, http.stream("POST", "/v1/completions", json=body) as answer:
+        for number, _ in enumerate(answer.iter_lines()):
+            if number == 10:
+                break
+    delta = settled(server, before)
+    assert delta["request_windows aborted"] >= 1
+    assert delta["request_windows finished"] == 0
+    # A step that is under way when its request is aborted did its writes, so it counts here; vLLM drops its
+    # results uncounted. At most two steps of four drafts are under way.
+    assert 0 <= delta["tokens accepted"] - delta["vllm accepted_tokens"] <= 8
+    assert delta["mismatches"] == 0
+
+
+@pytest.fixture
+def small_engine() -> Iterator[Any]:
+    """An engine that has to preempt: its cache does not hold the requests that it runs."""
+    saved = dict(os.environ)
+    os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
+    from vllm import LLM
+
+    from nwor.engine.plugin import register
+
+    register()
+    llm = LLM(
+        str(demo.model_path()),
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        block_size=32,
+        num_gpu_blocks_override=14,
+        enable_prefix_caching=False,
+        speculative_config={
+            "model": str(demo.draft_path()),
+            "method": demo.draft_method(),
+            "num_speculative_tokens": 4,
+        },
+        additional_config={"nwor": {"mode": "stage"}},
+        per_request_spec_decode_metrics="summary",
+        disable_log_stats=False,
+    )
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+def test_preempted_requests_count(small_engine: Any) -> None:
+    from prometheus_client import REGISTRY
+    from vllm import SamplingParams
+
+    from nwor.engine.metrics import attach_metrics
+
+    assert attach_metrics(small_engine.llm_engine) is not None
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    outputs = small_engine.generate([PROMPTS[0] * 3] * 8, params, use_tqdm=False)
+    counts = small_engine.collective_rpc("nwor_report")[0]["counts"]
+    values = {metric.name: getattr(metric, "value", None) for metric in small_engine.get_metrics()}
+    assert values["vllm:num_preemptions"] > 0
+    assert counts["accepted_tokens"] > 0
+    assert values["vllm:spec_decode_num_accepted_tokens"] == counts["accepted_tokens"]
+
+    def total(name: str) -> float:
+        return sum(
+            sample.value
+            for family in REGISTRY.collect()
+            if family.name == name
+            for sample in family.samples
+            if sample.name == f"{name}_total"
+        )
+
+    assert total("nwor_windows") == counts["windows"] == total("nwor_request_windows")
+    assert total("nwor_kv_write_bytes") == counts["written_bytes"]
+    assert total("nwor_accounting_mismatches") == 0
+    figures = [output.outputs[0].spec_decode_metrics for output in outputs]
+    assert sum(sum(figure.nwor.values()) for figure in figures) == counts["windows"]

@@ -1,0 +1,110 @@
+"""Runs every op over shapes that reach each branch of the CUDA kernels once; for compute-sanitizer.
+
+    compute-sanitizer --tool memcheck python tests/gpu/sanitize_kernels.py
+
+Allocations go straight to the driver, so that the tools see their bounds. Results are checked by the tests;
+here only the accesses matter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+
+import torch
+
+from nwor import ops
+
+DEVICE = torch.device("cuda")
+BLOCK = 16
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def attend(
+    heads: tuple[int, int, int], windows: list[int], contexts: list[int], *, cache: str = "auto",
+    block: int = BLOCK, tree: bool = False, sliding_window: int = -1, sinks: bool = False,
+    softcap: float = 0.0,
+) -> None:  # fmt: skip
+    query_heads, kv_heads, size = heads
+    tokens, batch = sum(windows), len(windows)
+    pages = [-(-max(c + w, 1) // block) for c, w in zip(contexts, windows, strict=True)]
+    table = torch.zeros(batch, max(pages), dtype=torch.int32)
+    order = iter(torch.randperm(sum(pages)).tolist())
+    for row, count in enumerate(pages):
+        table[row, :count] = torch.tensor(list(itertools.islice(order, count)))
+    dtype = torch.bfloat16 if cache == "auto" else torch.float8_e4m3fn
+    caches = numbers(sum(pages), kv_heads, block, 2 * size).to(dtype).transpose(1, 2).split(size, dim=-1)
+    mask = None
+    if tree:
+        mask = torch.tensor([(1 << i) | 1 for w in windows for i in range(w)], device=DEVICE)
+    starts = torch.tensor([0, *itertools.accumulate(windows)], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor(
+        [c + w for c, w in zip(contexts, windows, strict=True)], dtype=torch.int32, device=DEVICE
+    )
+    longest = max(windows)
+    space = ops.verify_attention_workspace_size(DEVICE, batch, *heads, longest)
+    scale = torch.ones(kv_heads, device=DEVICE) if cache != "auto" else None
+    ops.verify_attention(
+        numbers(tokens, query_heads, size), numbers(tokens, kv_heads, size), numbers(tokens, kv_heads, size),
+        *caches, table.to(DEVICE), starts, lengths, numbers(tokens, query_heads, size),
+        torch.zeros(space, dtype=torch.uint8, device=DEVICE), scale=size**-0.5, max_query_len=longest,
+        kv_cache_dtype=cache, k_scale=scale, v_scale=scale, sliding_window=sliding_window, softcap=softcap,
+        sinks=torch.zeros(query_heads, device=DEVICE) if sinks else None, ancestor_mask=mask,
+        lse=torch.zeros(query_heads, tokens, device=DEVICE),
+    )  # fmt: skip
+
+
+def move(cache: str, block: int, heads: int, size: int) -> None:
+    layers, blocks, windows = 3, 5, [3, 0, 2]
+    tokens = sum(windows) + 1
+    keys = [numbers(tokens, heads, size) for _ in range(layers)]
+    values = [numbers(tokens, heads, size) for _ in range(layers)]
+    dtype = torch.bfloat16 if cache == "auto" else torch.uint8
+    pairs = [torch.zeros(2, blocks, block, heads, size, device=DEVICE, dtype=dtype) for _ in range(layers)]
+    key_caches, value_caches = [p[0] for p in pairs], [p[1] for p in pairs]
+    table = ops.make_layer_table(keys, values, key_caches, value_caches)
+    slots = torch.tensor([3, 7, -1, 9, blocks * block - 1, 0], device=DEVICE)
+    starts = torch.tensor([0, *itertools.accumulate(windows)], dtype=torch.int32, device=DEVICE)
+    counts = torch.tensor([2, 0, 1], dtype=torch.int32, device=DEVICE)
+    sources = torch.tensor([1, 0, 2, -1, 4, 3], dtype=torch.int32, device=DEVICE)
+    element = 2 if cache == "auto" else 1
+    log = torch.zeros(layers, 2, tokens, heads * size * element, dtype=torch.uint8, device=DEVICE)
+    shape = (heads, size, block, blocks)
+    op = torch.ops.nwor
+    op.log_slots(table, pairs, log, slots, starts, *shape)
+    op.commit_window(table, pairs, slots, starts, counts, None, *shape, torch.bfloat16, cache, None, None)
+    op.commit_window(table, pairs, slots, starts, None, sources, *shape, torch.bfloat16, cache, None, None)
+    op.restore_slots(table, pairs, log, slots, starts, counts, *shape)
+    staged = [torch.zeros_like(k) for k in keys], [torch.zeros_like(v) for v in values]
+    op.stage_window(keys, values, *staged, torch.tensor([tokens], dtype=torch.int32, device=DEVICE))
+
+
+def main() -> None:
+    for size in (64, 96, 128, 256):
+        for query_heads, kv_heads in ((2, 2), (8, 2), (16, 2)):
+            for cache in ("auto", "fp8"):
+                attend((query_heads, kv_heads, size), [5, 0, 9, 1], [200, 0, 33, 700], cache=cache)
+    attend((8, 1, 128), [5], [3000])  # one request over many thread blocks
+    attend((8, 8, 128), [2] * 40, [16 * (i % 7) + i for i in range(40)])  # many units to a thread block
+    attend((16, 8, 64), [3] * 60, [90] * 60)
+    attend((16, 1, 128), [64, 40], [100, 0])  # more rows than a thread block keeps
+    attend((8, 2, 128), [5, 3], [100, 40], block=24, tree=True, sinks=True, softcap=20.0)
+    attend((8, 2, 64), [5, 3], [300, 40], sliding_window=37)
+    for cache, block, heads, size in (
+        ("auto", 16, 2, 64),
+        ("fp8", 8, 8, 32),
+        ("auto", 3, 2, 8),
+        ("fp8", 16, 1, 9),
+    ):
+        move(cache, block, heads, size)
+    torch.cuda.synchronize()
+    print("all shapes ran")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""A worker extension for tests: finds every cache slot that a verify step changed, in any kind of graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class SlotProbe:
+    """Mixed into the worker by ``worker_extension_cls``."""
+
+    model_runner: Any
+
+    def probe_start(self) -> None:
+        """Watch every verify step in modes `stage` and `cow` from now on."""
+        rank = self.model_runner.nwor
+        self._layers = self.model_runner.nwor_target_layers()
+        self._seen: dict[str, Any] = {"steps": 0, "rejected": 0, "accepted": 0, "stray": 0, "unwritten": 0}
+        self._step: Any = None
+        begin, finish = rank.begin, rank.finish
+
+        def watched_begin(plan: Any, query_start_loc: torch.Tensor, slots: Any) -> None:
+            self._step = None
+            if plan is not None and plan.num_requests:
+                # Poison first: a slot that is not written keeps a pattern that no computed value has.
+                for layer in self._layers.values():
+                    cache = layer.kv_cache
+                    rows = next(iter(slots.values()))[: plan.num_tokens]
+                    rows = rows[rows >= 0]
+                    block_size = cache.shape[2]
+                    cache[rows // block_size, :, rows % block_size] = 12345.0
+                before = {name: layer.kv_cache.clone() for name, layer in self._layers.items()}
+                self._step = (plan, query_start_loc.clone(), dict(slots), before)
+            begin(plan, query_start_loc, slots)
+
+        def watched_finish(rejected: torch.Tensor) -> Any:
+            plan = finish(rejected)
+            if self._step is not None:
+                self._compare(rejected)
+            return plan
+
+        rank.begin, rank.finish = watched_begin, watched_finish
+
+    def _compare(self, rejected: torch.Tensor) -> None:
+        plan, starts, slots, before = self._step
+        seen = self._seen
+        seen["steps"] += 1
+        starts = starts.tolist()
+        refused = rejected.tolist()
+        dropped: list[int] = []
+        for index, drafts in enumerate(plan.draft_counts):
+            dropped.extend(range(starts[index + 1] - refused[index], starts[index + 1]))
+            seen["rejected"] += refused[index]
+            seen["accepted"] += drafts - refused[index]
+        rows = next(iter(slots.values()))
+        keep = torch.ones(rows.shape[0], dtype=torch.bool, device=rows.device)
+        keep[dropped] = False
+        keep[starts[len(plan.draft_counts)] :] = False
+        allowed = rows[keep & (rows >= 0)]
+        for name, layer in self._layers.items():
+            old, new = before[name].view(torch.uint8), layer.kv_cache.view(torch.uint8)
+            changed = (old != new).any(dim=-1).any(dim=1).flatten()  # [blocks * block_size]
+            expected = torch.zeros_like(changed)
+            expected[allowed] = True
+            seen["stray"] += int((changed & ~expected).sum())
+            window = rows[: plan.num_tokens][keep[: plan.num_tokens]]
+            seen["unwritten"] += int((~changed[window[window >= 0]]).sum())
+
+    def probe_stop(self) -> dict[str, Any]:
+        """Stop watching and return what was seen."""
+        rank = self.model_runner.nwor
+        del rank.begin, rank.finish
+        return self._seen

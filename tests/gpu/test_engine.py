@@ -1,0 +1,175 @@
+"""Claim: on a GPU `stage` and `cow` accept what `off` accepts, and no rejected token changes the cache.
+
+Coverage: the demo model in bfloat16 on model runner V2, with full and piecewise CUDA graphs and without any.
+Tolerance: outputs of two modes may part where two logits round alike, so they have to agree as often as `off`
+agrees with itself in batches of another size; acceptance within counting noise; cache slots byte for byte.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from server import demo
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+K = 4
+PROMPTS = 128
+NEW_TOKENS = 64
+
+
+@pytest.fixture(scope="module", params=["graphs", "piecewise", "eager"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    from nwor.engine.plugin import register
+
+    register()  # what vLLM does by itself where the package is installed
+    extra: dict[str, Any] = {}
+    if request.param == "eager":
+        extra["enforce_eager"] = True
+    elif request.param == "piecewise":
+        extra["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
+    llm = LLM(
+        str(demo.model_path()),
+        dtype="bfloat16",
+        max_model_len=1024,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        gpu_memory_utilization=0.3,
+        num_gpu_blocks_override=4096,
+        speculative_config={
+            "model": str(demo.draft_path()),
+            "method": demo.draft_method(),
+            "num_speculative_tokens": K,
+        },
+        additional_config={"nwor": {"mode": "off", "self_check_interval": 5}},
+        worker_extension_cls="tests.gpu.slot_probe.SlotProbe",
+        disable_log_stats=False,
+        **extra,
+    )
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    torch.cuda.empty_cache()
+
+
+def _prompts() -> list[str]:
+    bodies = ["return a + b", "for i in range(10):\n        total += i", "raise ValueError(message)", "x = {"]
+    return [
+        f"class Item{i % 9}:\n    def method_{i}(self, a, b):\n        " + bodies[i % 4] * (1 + i % 3)
+        for i in range(PROMPTS)
+    ]
+
+
+def _run(llm: Any, mode: str, batch: int = PROMPTS) -> tuple[list[tuple[int, ...]], list[list[float]]]:
+    from vllm import SamplingParams
+
+    llm.collective_rpc("nwor_set_mode", args=(mode,))
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+    tokens, logprobs = [], []
+    prompts = _prompts()
+    for start in range(0, PROMPTS, batch):
+        for output in llm.generate(prompts[start : start + batch], params, use_tqdm=False):
+            choice = output.outputs[0]
+            tokens.append(tuple(choice.token_ids))
+            logprobs.append(
+                [step[t].logprob for step, t in zip(choice.logprobs, choice.token_ids, strict=True)]
+            )
+    return tokens, logprobs
+
+
+def _delta(llm: Any, mode: str) -> dict[str, Any]:
+    before = llm.collective_rpc("nwor_report")[0]["counts"]
+    result = _run(llm, mode)
+    report = llm.collective_rpc("nwor_report")[0]
+    assert report["fault"] is None
+    assert report["unsupported"] is None
+    assert report["counts"]["direct_windows"] == before["direct_windows"]
+    numbers = {
+        name: value - before[name] for name, value in report["counts"].items() if isinstance(value, int)
+    }
+    return {"tokens": result[0], "logprobs": result[1], **numbers}
+
+
+def _agreement(a: list[tuple[int, ...]], b: list[tuple[int, ...]]) -> float:
+    return sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
+
+
+def test_outputs_and_acceptance(engine: Any) -> None:
+    _run(engine, "off")
+    off = _delta(engine, "off")
+    other_batch, _ = _run(engine, "off", batch=16)
+    own = _agreement(off["tokens"], other_batch)
+    for mode in ("stage", "cow"):
+        seen = _delta(engine, mode)
+        agreement = _agreement(off["tokens"], seen["tokens"])
+        print(
+            f"{mode}: agrees {agreement:.3f}, off with itself {own:.3f}; windows {seen['windows']}", end="; "
+        )
+        print(f"accepted {seen['accepted_tokens']} of {seen['draft_tokens']} (off {off['accepted_tokens']})")
+        assert agreement >= own - 0.08
+        rate, base = (x["accepted_tokens"] / x["draft_tokens"] for x in (seen, off))
+        assert abs(rate - base) < 3 * (0.25 / off["draft_tokens"]) ** 0.5 + 0.005
+        for ours, theirs, x, y in zip(
+            seen["logprobs"], off["logprobs"], seen["tokens"], off["tokens"], strict=True
+        ):
+            if x == y:
+                assert max(abs(p - q) for p, q in zip(ours, theirs, strict=True)) < 0.15
+        assert seen["windows"] > 1000
+        if mode == "stage":
+            assert seen["commit_bytes"] > 0
+            assert seen["direct_bytes"] == 0
+
+
+@pytest.mark.parametrize("mode", ["stage", "cow"])
+def test_no_slot_of_a_rejected_token_changes(engine: Any, mode: str) -> None:
+    engine.collective_rpc("probe_start")
+    try:
+        _run(engine, mode)
+    finally:
+        seen = engine.collective_rpc("probe_stop")[0]
+    print(mode, seen)
+    assert seen["stray"] == 0
+    assert seen["unwritten"] == 0
+    assert seen["rejected"] > 100
+    assert seen["accepted"] > 100
+    assert engine.collective_rpc("nwor_report")[0]["fault"] is None
+
+
+def test_no_host_synchronization_is_added(engine: Any) -> None:
+    """In `stage` torch sees no more synchronizing calls in a step than in `off`."""
+    import warnings
+
+    def synchronizations(mode: str) -> int:
+        engine.collective_rpc("nwor_set_mode", args=(mode,))
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                engine.generate(_prompts()[:4], params, use_tqdm=False)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing" in str(entry.message) for entry in caught)
+
+    check = engine.llm_engine.vllm_config.additional_config["nwor"]
+    assert check["self_check_interval"] == 5
+    rank = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.nwor
+    object.__setattr__(rank.state.config, "self_check_interval", 0)
+    try:
+        synchronizations("off")
+        off = synchronizations("off")
+        assert synchronizations("stage") <= off
+    finally:
+        object.__setattr__(rank.state.config, "self_check_interval", 5)

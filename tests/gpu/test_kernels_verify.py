@@ -1,0 +1,156 @@
+"""Claims about verify_attention that need a GPU: its error beside FlashAttention's, and CUDA graphs.
+
+Coverage: the benchmark's head configurations; contexts for one thread block, a cluster, several workers.
+Tolerance: 1.5 times FlashAttention 3's own error against float64 on the same inputs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+BLOCK = 16
+HEADS = [(32, 8, 128), (32, 8, 64), (64, 8, 128), (16, 2, 256)]
+
+
+class Batch:
+    """Requests of one window length over caches in vLLM's layout, filled for both ways to attend."""
+
+    def __init__(self, heads: tuple[int, int, int], window: int, contexts: list[int], seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.query_heads, self.kv_heads, self.size = heads
+        self.window, self.contexts = window, contexts
+        batch, tokens = len(contexts), len(contexts) * window
+        pages = max(-(-(c + window) // BLOCK) for c in contexts)
+        numbers = {"dtype": torch.bfloat16, "device": "cuda"}
+        fused = torch.randn(tokens, self.query_heads + 2 * self.kv_heads, self.size, **numbers)
+        self.query = fused[:, : self.query_heads]
+        self.key = fused[:, self.query_heads : self.query_heads + self.kv_heads]
+        self.value = fused[:, self.query_heads + self.kv_heads :]
+        self.cache = torch.randn(batch * pages, self.kv_heads, BLOCK, 2 * self.size, **numbers)
+        self.key_cache, self.value_cache = self.cache.transpose(1, 2).split(self.size, dim=-1)
+        order = torch.randperm(batch * pages, device="cuda").to(torch.int32)
+        self.table = order.view(batch, pages)
+        ints = {"dtype": torch.int32, "device": "cuda"}
+        self.starts = torch.arange(0, tokens + 1, window, **ints)
+        self.lengths = torch.tensor([c + window for c in contexts], **ints)
+        self.output = torch.full_like(self.query, float("nan"))
+        self.scale = self.size**-0.5
+
+    def attend(self, workspace: torch.Tensor | None = None) -> torch.Tensor:
+        """nwor's way; the window's slots in the cache stay as they are."""
+        from nwor import ops
+
+        heads = (self.query_heads, self.kv_heads, self.size)
+        if workspace is None:
+            size = ops.verify_attention_workspace_size("cuda", len(self.contexts), *heads, self.window)
+            workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        ops.verify_attention(
+            self.query,
+            self.key,
+            self.value,
+            self.key_cache,
+            self.value_cache,
+            self.table,
+            self.starts,
+            self.lengths,
+            self.output,
+            workspace,
+            scale=self.scale,
+            max_query_len=self.window,
+        )
+        return self.output.clone()
+
+    def exact(self) -> torch.Tensor:
+        """The same in float64."""
+        rows = []
+        for i, context in enumerate(self.contexts):
+            own = slice(i * self.window, (i + 1) * self.window)
+            at = torch.arange(context, device="cuda")
+            pages, offsets = self.table[i, at // BLOCK].long(), at % BLOCK
+            keys = torch.cat([self.key_cache[pages, offsets], self.key[own]]).double()
+            values = torch.cat([self.value_cache[pages, offsets], self.value[own]]).double()
+            group = self.query_heads // self.kv_heads
+            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+            logits = torch.einsum("qhd,khd->hqk", self.query[own].double(), keys) * self.scale
+            hidden = torch.ones(self.window, context + self.window, device="cuda").triu(context + 1).bool()
+            weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+            rows.append(torch.einsum("hqk,khd->qhd", weights, values))
+        return torch.cat(rows)
+
+    def stock(self) -> torch.Tensor:
+        """vLLM's way: write the window to the cache, then FlashAttention 3."""
+        flash = pytest.importorskip("vllm.vllm_flash_attn")
+        for i, context in enumerate(self.contexts):
+            at = context + torch.arange(self.window, device="cuda")
+            pages, offsets = self.table[i, at // BLOCK].long(), at % BLOCK
+            self.key_cache[pages, offsets] = self.key[i * self.window : (i + 1) * self.window]
+            self.value_cache[pages, offsets] = self.value[i * self.window : (i + 1) * self.window]
+        return flash.flash_attn_varlen_func(
+            q=self.query.contiguous(),
+            k=self.key_cache,
+            v=self.value_cache,
+            cu_seqlens_q=self.starts,
+            max_seqlen_q=self.window,
+            seqused_k=self.lengths,
+            max_seqlen_k=int(self.lengths.max()),
+            softmax_scale=self.scale,
+            causal=True,
+            block_table=self.table,
+            fa_version=3,
+        )
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=lambda h: "/".join(map(str, h)))
+@pytest.mark.parametrize("window", [2, 5, 9])
+@pytest.mark.parametrize(
+    "contexts", [[40], [600, 17, 0, 1200], [20000], [300] * 70], ids=["short", "mixed", "long", "many"]
+)
+def test_error_beside_flash_attention(
+    heads: tuple[int, int, int], window: int, contexts: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = Batch(heads, window, contexts)
+    want = batch.exact()
+    own = (batch.attend().double() - want).norm() / want.norm()
+    stock = (batch.stock().double() - want).norm() / want.norm()
+    with capsys.disabled():
+        print(f" error {own:.3e}, FlashAttention 3 {stock:.3e}, ratio {own / stock:.3f}")
+    assert own <= 1.5 * stock
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=lambda h: "/".join(map(str, h)))
+def test_a_graph_captured_at_full_length_serves_any_batch(heads: tuple[int, int, int]) -> None:
+    """Lengths are read on the device: a replay follows them, empty windows and padded requests included."""
+    from nwor import ops
+
+    batch = Batch(heads, 5, [4000, 3000, 4000, 4000])
+    size = ops.verify_attention_workspace_size("cuda", 4, *heads, 5)
+    workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    batch.attend(workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch.attend(workspace)
+    for contexts in ([4000, 3000, 4000, 4000], [7, 0, 900, 33], [0, 0, 0, 3999]):
+        batch.contexts = contexts
+        batch.lengths.copy_(torch.tensor([c + 5 for c in contexts], dtype=torch.int32))
+        batch.output.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(batch.output.double(), batch.exact(), atol=2e-2, rtol=2e-2)
+        first = batch.output.clone()
+        batch.attend(workspace)
+        assert torch.equal(first, batch.output)
+    # The last two requests are padding: their windows are empty.
+    batch.starts.copy_(torch.tensor([0, 5, 10, 10, 10], dtype=torch.int32))
+    batch.lengths.copy_(torch.tensor([105, 205, 0, 1], dtype=torch.int32))
+    batch.output.fill_(7.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    batch.contexts = [100, 200, 0, 0]
+    torch.testing.assert_close(batch.output[:10].double(), batch.exact()[:10], atol=2e-2, rtol=2e-2)
+    assert (batch.output[10:] == 7.0).all()

@@ -1,0 +1,104 @@
+"""Arguments that are slices of larger tensors, as micro-batches and persistent buffers hand them out.
+
+Rows, slots and windows are counted from the beginning of the slice; nothing outside it is read or written.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nwor import ops, reference
+from tests.ops.cases import MIXED, PATTERN, SLOT, TOLERANCE, attention_inputs, slot_inputs
+from tests.ops.test_commit_window import assert_equal, commit
+from tests.ops.test_verify_attention import make_workspace, run
+
+
+def test_second_half_of_a_batch(device: torch.device) -> None:
+    """The windows from the third on, by slices whose query_start_loc begins at 0 again."""
+    inputs = attention_inputs(MIXED, device)
+    arguments, first = inputs.arguments, sum(MIXED.windows[:2])
+    run(MIXED, inputs)
+    whole = inputs.output.view.clone()
+    inputs.output.raw.fill_(PATTERN)
+    part = {name: arguments[name][first:] for name in ("query", "key", "value")}
+    part |= {name: arguments[name][2:] for name in ("block_table", "seq_lens")}
+    ops.verify_attention(
+        **{**arguments, **part, "query_start_loc": arguments["query_start_loc"][2:] - first},
+        output=inputs.output.view[first:],
+        workspace=make_workspace(inputs, 5),
+        max_query_len=5,
+    )
+    rows = sum(MIXED.windows)
+    tolerance = TOLERANCE[MIXED.dtype]
+    torch.testing.assert_close(
+        inputs.output.view[first:rows], whole[first:rows], atol=tolerance, rtol=tolerance
+    )
+    assert (inputs.output.view[:first].contiguous().view(torch.uint8) == PATTERN).all()
+    assert (inputs.output.view[rows:].contiguous().view(torch.uint8) == PATTERN).all()
+
+
+def test_windows_that_begin_later(device: torch.device) -> None:
+    """query_start_loc need not begin with 0: the rows before belong to someone else."""
+    inputs = attention_inputs(MIXED, device)
+    arguments, first = inputs.arguments, sum(MIXED.windows[:2])
+    for name in ("query_start_loc", "seq_lens", "block_table"):
+        arguments[name] = arguments[name][2:]
+    run(MIXED, inputs)
+    want, _ = reference.verify_attention(**arguments)
+    rows, tolerance = sum(MIXED.windows), TOLERANCE[MIXED.dtype]
+    got = inputs.output.view[first:rows].double()
+    torch.testing.assert_close(got, want[first:rows], atol=tolerance, rtol=tolerance)
+    assert (inputs.output.view[:first].contiguous().view(torch.uint8) == PATTERN).all()
+
+
+def test_commit_of_the_second_half(device: torch.device) -> None:
+    inputs = slot_inputs(SLOT, device)
+    commit(SLOT, inputs)
+    wanted = inputs.snapshots()
+    halves = slot_inputs(SLOT, device)
+    first = sum(SLOT.windows[:2])
+    table = ops.make_layer_table(halves.keys, halves.values, halves.key_caches, halves.value_caches)
+    for begin, end, row in ((0, 2, 0), (2, 4, first)):
+        ops.commit_window(
+            # The table's rows count from the sources' beginning, so the second half gets a table of its own.
+            table
+            if row == 0
+            else ops.make_layer_table(
+                [key[row:] for key in halves.keys],
+                [value[row:] for value in halves.values],
+                halves.key_caches,
+                halves.value_caches,
+            ),
+            halves.caches,
+            halves.slots[row:],
+            halves.query_start_loc[begin : end + 1] - row,
+            commit_counts=halves.commit_counts[begin:end],
+            source_dtype=SLOT.dtype,
+            **halves.shape,
+        )
+    assert_equal(halves, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_host_never_waits() -> None:
+    """Checks, tables and ops of a whole step with torch's synchronization check set to raise."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    attention, slots = attention_inputs(MIXED, device), slot_inputs(SLOT, device)
+    workspace = make_workspace(attention, 5)
+    log = ops.make_slot_log(SLOT.layers, len(slots.slots), SLOT.heads, SLOT.size, 2, device)
+    staged = [[torch.zeros_like(key) for key in slots.keys] for _ in range(2)]
+    count = torch.tensor([3], dtype=torch.int32, device=device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(MIXED, attention, workspace=workspace)
+        table = ops.make_cache_table(slots.key_caches, slots.value_caches)
+        arguments = (table, slots.caches, log, slots.slots, slots.query_start_loc)
+        ops.log_slots(*arguments, **slots.shape)
+        ops.restore_slots(*arguments, slots.commit_counts, **slots.shape)
+        ops.stage_window(slots.keys, slots.values, *staged, count)
+        commit(SLOT, slots)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,106 @@
+"""NWOR's flags: what they make of ``additional_config``, and which contradictions are refused."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from nwor.config import NworConfig
+from nwor.engine import plugin
+from nwor.modes import Mode
+from server.errors import UsageError
+from server.nwor_options import Secret, add_nwor_options, resolve_nwor
+
+
+def resolve(
+    *words: str, speculates: bool = True, additional: dict[str, Any] | None = None, keys: Any = None
+) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_nwor_options(parser)
+    args = parser.parse_args(list(words))
+    args.additional_config = additional
+    args.api_key = keys
+    resolve_nwor(args, speculates)
+    return args
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NWOR_ADMIN_API_KEY", "NWOR_DISABLE", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(plugin, "register", lambda: None)
+
+
+def config(args: argparse.Namespace) -> NworConfig | None:
+    return NworConfig.from_additional_config(args.additional_config)
+
+
+def test_an_engine_that_speculates_has_nwor_in_mode_stage() -> None:
+    assert config(resolve()) == NworConfig(mode=Mode.STAGE)
+    assert config(resolve(speculates=False)) is None
+    assert config(resolve("--no-nwor")) is None
+
+
+def test_flags_are_the_settings_and_keep_other_configuration() -> None:
+    args = resolve(
+        *("--nwor-mode", "off", "--nwor-modes", "off, stage", "--nwor-self-check-interval", "9"),
+        additional={"other": 1},
+    )
+    assert config(args) == NworConfig(Mode.OFF, (Mode.OFF, Mode.STAGE), 9)
+    assert args.additional_config["other"] == 1
+
+
+def test_additional_config_alone_is_taken_as_it_is() -> None:
+    given = {"nwor": {"mode": "cow"}}
+    assert resolve(additional=given).additional_config == given
+    assert resolve(additional=given, speculates=False).additional_config == given
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        (["--nwor-mode", "off"], {"additional": {"nwor": {}}}, "both set NWOR"),
+        (["--no-nwor"], {"additional": {"nwor": {}}}, "leaves NWOR out"),
+        (["--no-nwor", "--nwor-mode", "off"], {}, "leaves NWOR out"),
+        (["--nwor-mode", "off"], {"speculates": False}, "--draft"),
+        (["--nwor-modes", "off,warp"], {}, "off, stage, cow"),
+        (["--nwor-modes", " , "], {}, "at least one mode"),
+        (["--nwor-mode", "cow", "--nwor-modes", "off"], {}, "not among the enabled"),
+        (["--nwor-self-check-interval", "-1"], {}, "0 or more"),
+        ([], {"additional": {"nwor": {"speed": 1}}}, "unknown NWOR setting"),
+        (["--admin-api-key", "  "], {}, "empty"),
+        (["--admin-api-key", "same"], {"keys": ["other", "same"]}, "also a user's"),
+        (["--admin-api-key", "same"], {"keys": "same"}, "also a user's"),
+    ],
+)
+def test_contradictions_are_refused(words: list[str], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        resolve(*words, **options)
+
+
+def test_nwor_disable_leaves_it_out_and_contradicts_aloud(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NWOR_DISABLE", "1")
+    assert config(resolve()) is None
+    assert "NWOR_DISABLE" in capsys.readouterr().err
+    for words, additional in ((["--nwor-mode", "stage"], None), ([], {"nwor": {}})):
+        with pytest.raises(UsageError, match="NWOR_DISABLE"):
+            resolve(*words, additional=additional)
+
+
+def test_the_admin_key_comes_from_flag_or_environment_and_does_not_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert resolve().admin_api_key is None
+    monkeypatch.setenv("NWOR_ADMIN_API_KEY", "from-environment")
+    assert resolve().admin_api_key == "from-environment"
+    args = resolve("--admin-api-key", "from-flag")
+    assert args.admin_api_key == "from-flag"
+    assert isinstance(args.admin_api_key, Secret)
+    assert "from-flag" not in repr(args)
+    monkeypatch.setenv("VLLM_API_KEY", "from-flag")
+    with pytest.raises(UsageError, match="also a user's"):
+        resolve("--admin-api-key", "from-flag")

@@ -1,0 +1,201 @@
+"""The admin routes: who may call them, and what they say to wrong requests. The engine is a stand-in here."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from nwor.config import NworConfig
+from nwor.modes import Mode
+from nwor.state import RankState
+from server import admin, http_errors
+
+KEY = "boss"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+SETTINGS = {"mode": "stage", "modes": ["off", "stage"]}
+
+
+class Engine:
+    """Two ranks with real state, behind the one call that the routes make."""
+
+    def __init__(self, settings: dict[str, Any] | None) -> None:
+        additional = {} if settings is None else {"nwor": settings}
+        self.vllm_config = SimpleNamespace(additional_config=additional)
+        self.errored = False
+        self.dies = False
+        self.running = 0
+        self.most_running = 0
+        config = NworConfig.from_mapping(settings or {})
+        self.ranks = [RankState(config, config.mode) for _ in range(2)]
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(0.01)
+        self.running -= 1
+        if self.dies:
+            raise EngineDeadError
+        answers: list[Any] = []
+        for number, state in enumerate(self.ranks):
+            if method == "nwor_report":
+                answers.append({"rank": number, **state.report()})
+            elif method == "nwor_reset_stats":
+                state.reset()
+                answers.append(number)
+            else:
+                assert method == "nwor_set_mode"
+                old = state.switch(Mode.parse(args[0]))
+                answers.append(
+                    {"rank": number, "old": old.value, "new": args[0], "step": 7, "switches": state.switches}
+                )
+        return answers[::-1]
+
+
+def call(engine: Engine, method: str, path: str = "/admin/nwor", key: str | None = KEY, **kwargs: Any) -> Any:
+    app = FastAPI()
+    http_errors.install(app)
+    admin.install(app, engine, key, None)
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **{"headers": HEADERS, **kwargs})
+
+    return asyncio.run(send())
+
+
+ROUTES = [("GET", "/admin/nwor"), ("PUT", "/admin/nwor"), ("POST", "/admin/nwor/reset-stats")]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_without_a_key_set_every_route_says_how_to_set_one(method: str, path: str) -> None:
+    answer = call(Engine(SETTINGS), method, path, key=None)
+    assert answer.status_code == 403
+    assert "--admin-api-key" in answer.json()["error"]["message"]
+    assert "NWOR_ADMIN_API_KEY" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("sent", [None, "Bearer nobody", "Bearer ", "Basic Ym9zcw==", "bossy", "Bearer bos"])
+def test_wrong_keys_are_refused(method: str, path: str, sent: str | None) -> None:
+    engine = Engine(SETTINGS)
+    headers = {} if sent is None else {"Authorization": sent}
+    answer = call(engine, method, path, headers=headers, content=b'{"mode": "off"}')
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert engine.most_running == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "no JSON object"),
+        (b"[]", "no JSON object"),
+        (b"\xff", "no JSON object"),
+        (b"[" * 100_000, "no JSON object"),
+        (b"{}", "no field 'mode'"),
+        (b'{"mode": "off", "when": 1}', "unknown field 'when'"),
+        (b'{"mode": "warp"}', "off, stage, cow"),
+        (b'{"mode": 3}', "must be a string"),
+        (b'{"mode": null}', "must be a string"),
+    ],
+)
+def test_bad_bodies_are_400_and_say_what_to_send(body: bytes, words: str) -> None:
+    answer = call(Engine(SETTINGS), "PUT", content=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_a_mode_that_was_not_enabled_is_409() -> None:
+    answer = call(Engine(SETTINGS), "PUT", json={"mode": "cow"})
+    assert answer.status_code == 409
+    assert "--nwor-modes" in answer.json()["error"]["message"]
+
+
+def test_an_engine_without_nwor_says_so() -> None:
+    engine = Engine(None)
+    assert call(engine, "GET").json()["enabled"] is False
+    for method, path in ROUTES[1:]:
+        answer = call(engine, method, path, json={"mode": "off"})
+        assert answer.status_code == 409
+        assert "--draft" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("errored", [True, False])
+def test_a_dead_engine_is_503(method: str, path: str, errored: bool) -> None:
+    engine = Engine(SETTINGS)
+    engine.errored, engine.dies = errored, not errored
+    answer = call(engine, method, path, json={"mode": "off"})
+    assert answer.status_code == 503
+    assert "dead" in answer.json()["error"]["message"]
+
+
+def test_a_switch_is_confirmed_logged_and_harmless_when_repeated(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(SETTINGS)
+    logger = logging.getLogger("vllm.nwor.admin")
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    try:
+        first = call(engine, "PUT", json={"mode": "off"})
+        again = call(engine, "PUT", json={"mode": " OFF "})
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert first.json() == {"old": "stage", "new": "off", "step": 7, "ranks": 2}
+    assert again.json()["old"] == again.json()["new"].strip().lower() == "off"
+    assert [state.switches for state in engine.ranks] == [1, 1]
+    assert "from stage to off" in caplog.text
+    assert KEY not in caplog.text
+
+
+def test_parallel_switches_are_taken_one_after_the_other() -> None:
+    engine = Engine(SETTINGS)
+    owner = admin.Admin(KEY)
+    owner.connect(engine, None)
+
+    async def all_at_once() -> list[dict[str, Any]]:
+        bodies = [b'{"mode": "off"}', b'{"mode": "stage"}'] * 5
+        return list(await asyncio.gather(*(owner.switch(body, "id") for body in bodies)))
+
+    answers = asyncio.run(all_at_once())
+    assert engine.most_running == 1
+    for before, after in itertools.pairwise(answers):
+        assert before["new"] == after["old"]
+
+
+def test_report_shows_ranks_that_disagree() -> None:
+    engine = Engine(SETTINGS)
+    assert call(engine, "GET").json()["ranks_agree"] is True
+    engine.ranks[1].fail("commit", RuntimeError("no memory"))
+    report = call(engine, "GET").json()
+    assert report["ranks_agree"] is False
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert "no memory" in report["ranks"][1]["fault"]
+
+
+def test_reset_starts_the_counters_anew() -> None:
+    engine = Engine(SETTINGS)
+    for state in engine.ranks:
+        state.count([("stage", "", 4, 2)])
+    assert call(engine, "GET").json()["counters"]["windows"] == 1
+    assert call(engine, "POST", "/admin/nwor/reset-stats").json() == {"reset": True, "ranks": 2}
+    assert call(engine, "GET").json()["counters"]["windows"] == 0
+    assert engine.ranks[0].windows == 1
+
+
+def test_routes_and_their_key_are_in_openapi() -> None:
+    schema = call(Engine(SETTINGS), "GET", "/openapi.json").json()
+    paths = schema["paths"]
+    assert set(paths["/admin/nwor"]) == {"get", "put"}
+    assert set(paths["/admin/nwor/reset-stats"]) == {"post"}
+    assert {"400", "401", "403", "409", "503"} <= set(paths["/admin/nwor"]["put"]["responses"])
+    assert paths["/admin/nwor"]["put"]["security"] == [{"AdminKey": []}]
+    assert schema["components"]["securitySchemes"]["AdminKey"]["scheme"] == "bearer"

@@ -1,0 +1,51 @@
+"""Settings: what is accepted, what is refused, and that nothing is lost on the way to a worker."""
+
+import pytest
+
+from nwor.config import NworConfig
+from nwor.errors import ConfigError
+from nwor.modes import Mode
+
+
+def test_absent_settings_mean_not_asked_for():
+    assert NworConfig.from_additional_config(None) is None
+    assert NworConfig.from_additional_config({}) is None
+    assert NworConfig.from_additional_config({"other": 1}) is None
+
+
+def test_defaults_are_stage_with_all_modes():
+    config = NworConfig.from_additional_config({"nwor": {}})
+    assert config is not None
+    assert config.mode is Mode.STAGE
+    assert set(config.modes) == set(Mode)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_round_trip_through_plain_json(mode):
+    config = NworConfig.from_mapping(
+        {"mode": mode.value, "self_check_interval": 7, "modes": ["off", mode.value]}
+    )
+    assert NworConfig.from_mapping(config.to_mapping()) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"mode": "fast"}, "off, stage, cow"),
+        ({"mod": "off"}, "mod"),
+        ({"mode": "stage", "modes": ["off"]}, "not among"),
+        ({"modes": "off"}, "list"),
+        ({"modes": []}, "at least one"),
+        ({"self_check_interval": -1}, "0 or more"),
+        ({"self_check_interval": True}, "whole number"),
+        ({"self_check_interval": 1.5}, "whole number"),
+    ],
+)
+def test_wrong_settings_name_what_is_wanted(settings, word):
+    with pytest.raises(ConfigError, match=word):
+        NworConfig.from_mapping(settings)
+
+
+def test_settings_must_be_an_object():
+    with pytest.raises(ConfigError, match="object"):
+        NworConfig.from_additional_config({"nwor": "stage"})

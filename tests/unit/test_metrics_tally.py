@@ -1,0 +1,191 @@
+"""Windows counted by kind give the figures of windows counted one by one, and survive their journey."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from nwor.accounting import WindowCounts, count_window
+from nwor.engine import figures
+from nwor.engine.metrics import NworStatLogger
+from nwor.modes import Mode
+from nwor.tally import Tally, summarize
+from server.nwor_metrics import describe
+
+DRAFTS = 4
+
+
+@st.composite
+def kinds(draw):
+    mode = draw(st.sampled_from(list(Mode)))
+    reason = "" if mode is Mode.OFF else draw(st.sampled_from(["", "mla", "batch_order"]))
+    drafts = draw(st.integers(1, DRAFTS))
+    return (mode.value, reason, drafts, draw(st.integers(0, drafts)))
+
+
+def one_by_one(windows, token_bytes):
+    total = WindowCounts()
+    for mode, reason, drafts, accepted in windows:
+        counts = count_window(
+            Mode(mode),
+            draft_tokens=drafts,
+            accepted_tokens=accepted,
+            token_bytes=token_bytes,
+            direct_reason=reason or None,
+        )
+        total.add(counts)
+    return total
+
+
+def tally_of(windows):
+    tally = Tally()
+    for kind in windows:
+        tally.add(kind)
+    return tally
+
+
+@given(st.lists(kinds(), max_size=60), st.integers(1, 1 << 20))
+def test_a_tally_is_its_windows(windows, token_bytes):
+    counts = tally_of(windows).counts(token_bytes)
+    assert counts == one_by_one(windows, token_bytes)
+    assert counts.windows == len(windows) == sum(counts.outcomes.values()) == sum(counts.modes.values())
+    assert sum(counts.accepted_windows) == len(windows)
+    assert sum(counts.accepted_by_position) == counts.accepted_tokens == sum(w[3] for w in windows)
+    assert counts.first_tokens + counts.draft_tokens == sum(1 + w[2] for w in windows)
+    for position, accepted in enumerate(counts.accepted_by_position):
+        assert accepted == sum(w[3] > position for w in windows)
+
+
+@given(st.lists(kinds(), max_size=30), st.lists(kinds(), max_size=30))
+def test_the_parts_of_a_whole_add_up(first, second):
+    whole = summarize([(tally_of(first).kinds, 10), (tally_of(second).kinds, 10)])
+    assert whole == one_by_one(first + second, 10)
+
+
+def test_figures_survive_the_way_to_the_front_end():
+    figures.apply_decoder_patch()
+    request = figures.RequestFigures(**vars(RequestSpecDecodeMetrics.new(DRAFTS)))
+    request.observe(4, 2)
+    request.nwor[("stage", "", 4, 2)] = 3
+    request.nwor_token_bytes = 10
+    engine = figures.EngineFigures(kinds={("cow", "", 4, 0): 2}, mode="cow", mismatches={"request": 1})
+    sent = EngineCoreOutputs(
+        outputs=[EngineCoreOutput("a", [1], spec_decode_metrics=request)],
+        scheduler_stats=figures.EngineStats(num_running_reqs=3, nwor=engine),
+    )
+    got = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
+    assert got.outputs[0].spec_decode_metrics == request
+    assert got.scheduler_stats.nwor == engine
+    assert got.scheduler_stats.num_running_reqs == 3
+
+
+def test_outputs_of_an_engine_without_nwor_decode_as_before():
+    figures.apply_decoder_patch()
+    request = RequestSpecDecodeMetrics.new(DRAFTS)
+    request.observe(4, 1)
+    sent = EngineCoreOutputs(
+        outputs=[EngineCoreOutput("a", [1], spec_decode_metrics=request)],
+        scheduler_stats=SchedulerStats(num_running_reqs=3),
+    )
+    got = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
+    assert got.outputs[0].spec_decode_metrics.to_dict() == request.to_dict()
+    assert got.scheduler_stats.nwor is None
+
+
+def test_a_snapshot_does_not_change_with_later_steps():
+    request = figures.RequestFigures(**vars(RequestSpecDecodeMetrics.new(DRAFTS)))
+    request.nwor[("stage", "", 4, 2)] = 1
+    copy = figures.snapshot(request)
+    request.nwor[("stage", "", 4, 2)] += 1
+    request.observe(4, 2)
+    assert copy.nwor == {("stage", "", 4, 2): 1}
+    assert sum(copy.histogram) == 0
+
+
+def test_an_answer_sums_its_sequences_by_the_formulas():
+    b = 100
+    parts = []
+    for windows in ([("stage", "", 4, 3), ("off", "", 4, 1)], [("cow", "", 2, 1), ("stage", "fault", 4, 0)]):
+        part = figures.RequestFigures(**vars(RequestSpecDecodeMetrics.new(DRAFTS)))
+        part.nwor, part.nwor_token_bytes = tally_of(windows).kinds, b
+        parts.append(part)
+    baseline = 5 + 5 + 3 + 5
+    written = 4 + 5 + (3 + 2 + 1) + 5
+    assert describe([*parts, None]) == {
+        "modes": ["cow", "off", "stage"],
+        "windows": 4,
+        "first_tokens": 4,
+        "draft_tokens": 14,
+        "accepted_tokens": 5,
+        "rejected_tokens": 9,
+        "acceptance_rate": 5 / 14,
+        "accepted_by_position": [3, 1, 1, 0],
+        "kv_bytes_baseline": baseline * b,
+        "kv_bytes_written": written * b,
+        "kv_bytes_saved": (baseline - written) * b,
+        "direct_windows": {"fault": 1},
+    }
+    assert describe([RequestSpecDecodeMetrics.new(DRAFTS), None]) is None
+
+
+def make_logger() -> NworStatLogger:
+    from types import SimpleNamespace
+
+    config = SimpleNamespace(
+        additional_config={"nwor": {"mode": "stage"}},
+        model_config=SimpleNamespace(served_model_name="tiny"),
+        speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
+    )
+    return NworStatLogger(config, [0])
+
+
+def sample(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"model_name": "tiny", "engine": "0", **labels})
+
+
+def test_metrics_are_the_figures():
+    logger = make_logger()
+    windows = [("stage", "", 4, 2)] * 3 + [("cow", "", 4, 1), ("stage", "mla", 3, 0), ("off", "", 4, 4)]
+    engine = figures.EngineFigures(
+        kinds=tally_of(windows).kinds,
+        token_bytes=10,
+        mode="stage",
+        finished_windows=5,
+        aborted_windows=1,
+        mismatches={"windows": 1},
+    )
+    logger.record(figures.EngineStats(nwor=engine), None)
+    logger.record(SchedulerStats(), None)
+    expected = one_by_one(windows, 10)
+    for path in ("direct", "commit", "stage", "log", "restore"):
+        assert sample("nwor_kv_write_bytes_total", path=path) == getattr(expected, f"{path}_bytes")
+    assert sample("nwor_kv_write_bytes_baseline_total") == expected.baseline_bytes
+    for kind in ("first", "draft", "accepted", "rejected", "committed", "staged"):
+        assert sample("nwor_tokens_total", kind=kind) == getattr(expected, f"{kind}_tokens")
+    assert sample("nwor_windows_total", outcome="committed") == 3
+    assert sample("nwor_windows_total", outcome="restored") == 1
+    assert sample("nwor_windows_total", outcome="direct") == 2
+    assert sample("nwor_direct_windows_total", reason="mla") == 1
+    assert sample("nwor_request_windows_total", end="finished") == 5
+    assert sample("nwor_request_windows_total", end="aborted") == 1
+    assert sample("nwor_accounting_mismatches_total", figure="windows") == 1
+    assert sample("nwor_accounting_mismatches_total", figure="request") == 0
+    assert sample("nwor_window_accepted_tokens_count") == 6
+    assert sample("nwor_window_accepted_tokens_sum") == 2 * 3 + 1 + 0 + 4
+    assert sample("nwor_window_accepted_tokens_bucket", le="1.0") == 2
+
+
+def test_a_step_from_before_a_switch_does_not_turn_the_mode_back():
+    logger = make_logger()
+    logger.switched("stage", "off", 1)
+    assert sample("nwor_mode", mode="off") == 1
+    logger.record(figures.EngineStats(nwor=figures.EngineFigures(mode="stage", switches=0)), None)
+    assert sample("nwor_mode", mode="off") == 1
+    logger.record(figures.EngineStats(nwor=figures.EngineFigures(mode="cow", switches=2)), None)
+    assert sample("nwor_mode", mode="cow") == 1
+    assert sample("nwor_mode", mode="off") == 0
+    assert sample("nwor_mode_switches_total", mode="off") == 1

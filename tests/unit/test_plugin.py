@@ -1,0 +1,107 @@
+"""The gate, the choice of worker and the ledger of patches."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from nwor.engine import patches, plugin
+from nwor.errors import ConfigError
+
+
+def _config(worker: str, additional: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        additional_config=additional,
+        parallel_config=SimpleNamespace(worker_cls=worker),
+        scheduler_config=SimpleNamespace(scheduler_cls=None),
+    )
+
+
+def test_gate_is_open_for_the_installed_version():
+    assert plugin.why_not() is None
+
+
+def test_gate_names_its_reason(monkeypatch):
+    monkeypatch.setenv(plugin.DISABLE_VARIABLE, "1")
+    assert plugin.DISABLE_VARIABLE in (plugin.why_not() or "")
+    monkeypatch.delenv(plugin.DISABLE_VARIABLE)
+    monkeypatch.setattr(plugin, "_vllm_version", lambda: "0.31.0")
+    assert "0.31.0" in (plugin.why_not() or "")
+    monkeypatch.setattr(plugin, "_vllm_version", lambda: None)
+    assert "not installed" in (plugin.why_not() or "")
+
+
+def test_gate_imports_nothing_heavy():
+    code = "import sys, nwor.engine.plugin; sys.exit(any(m in sys.modules for m in ('torch', 'vllm')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("stock", sorted(patches.WORKERS))
+def test_worker_is_exchanged_only_where_asked_for(stock):
+    for additional in (None, {}, {"other": 1}):
+        config = _config(stock, additional)
+        patches.choose_worker(config)
+        assert config.parallel_config.worker_cls == stock
+        assert config.scheduler_config.scheduler_cls is None
+    config = _config(stock, {"nwor": {"mode": "off"}})
+    patches.choose_worker(config)
+    assert config.parallel_config.worker_cls == patches.WORKERS[stock]
+    assert config.scheduler_config.scheduler_cls == patches.SCHEDULER
+
+
+def test_a_scheduler_of_somebody_else_is_left_alone():
+    config = _config(next(iter(patches.WORKERS)), {"nwor": {}})
+    config.scheduler_config.scheduler_cls = "elsewhere.Scheduler"
+    patches.choose_worker(config)
+    assert config.scheduler_config.scheduler_cls == "elsewhere.Scheduler"
+
+
+def test_a_worker_of_somebody_else_is_left_alone():
+    config = _config("elsewhere.Worker", {"nwor": {}})
+    patches.choose_worker(config)
+    assert config.parallel_config.worker_cls == "elsewhere.Worker"
+
+
+def test_wrong_settings_stop_the_start():
+    with pytest.raises(ConfigError, match="off, stage, cow"):
+        patches.choose_worker(_config(next(iter(patches.WORKERS)), {"nwor": {"mode": "warp"}}))
+
+
+def _resolve(path: str) -> object:
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            target: object = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            target = getattr(target, part)
+        return target
+    raise AssertionError(path)
+
+
+def test_ledger_names_what_exists_and_why():
+    for entry in patches.LEDGER:
+        assert _resolve(entry.target) is not None
+        assert entry.why
+        assert entry.how
+        assert entry.removal
+
+
+def test_config_patch_is_applied_once_and_calls_the_original():
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    before = platform.__dict__.get("check_and_update_config")
+    try:
+        patches.apply_config_patch()
+        once = platform.check_and_update_config
+        patches.apply_config_patch()
+        assert platform.check_and_update_config.__func__ is once.__func__
+        assert once.__func__.__wrapped__ is not None
+    finally:
+        platform.check_and_update_config = before

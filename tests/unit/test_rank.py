@@ -1,0 +1,92 @@
+"""How a step is planned and counted: from the scheduler's record, never from query lengths alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nwor.config import NworConfig
+from nwor.engine.rank import Rank, leading_windows
+from nwor.modes import Mode
+
+
+def _rank(mode: str = "stage", drafts: int = 4) -> Rank:
+    config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=drafts))
+    rank = Rank(config, NworConfig.from_mapping({"mode": mode}), torch.device("cpu"))
+    rank.window = SimpleNamespace(batch=None)  # planning looks only at whether there is one
+    rank.state.token_bytes = 10
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "longest", "expected"),
+    [
+        ([], 5, (0, 0)),
+        ([5, 5, 3, 200], 5, (3, 13)),
+        ([200, 5], 5, (0, 0)),
+        ([1, 6, 1], 5, (1, 1)),
+    ],
+)
+def test_leading_windows(query_lens, longest, expected):
+    assert leading_windows(query_lens, longest) == expected
+
+
+def test_a_step_without_drafts_is_no_verify_step():
+    rank = _rank()
+    assert rank.plan_step(["a", "b"], [1, 5], [0, 0]) is None
+    assert rank.state.steps == 0
+
+
+def test_mixed_batch_stages_the_leading_part_only():
+    plan = _rank().plan_step(["a", "b", "p"], [5, 3, 200], [4, 2, 0])
+    assert plan is not None
+    assert (plan.num_requests, plan.num_tokens, plan.direct_reason) == (2, 8, None)
+
+
+def test_windows_behind_a_prompt_are_counted_as_direct():
+    rank = _rank()
+    plan = rank.plan_step(["a", "p", "b"], [5, 200, 5], [4, 0, 4])
+    assert plan is not None
+    assert plan.direct_reason == "batch_order"
+    record = rank.account(plan, [2, 0, 3])
+    assert record is not None
+    assert record.windows == {"a": ("stage", "", 4, 2), "b": ("stage", "batch_order", 4, 3)}
+    assert record.all_windows == 2
+    counts = rank.state.counts
+    assert counts.commit_bytes == 30
+    assert counts.direct_bytes == 50
+    assert counts.saved_bytes == 20
+    assert counts.direct_windows == {"batch_order": 1}
+    assert counts.accepted_tokens == 5
+
+
+def test_mode_off_stages_nothing_and_saves_nothing():
+    rank = _rank("off")
+    plan = rank.plan_step(["a"], [5], [4])
+    assert plan is not None
+    assert plan.num_requests == 0
+    assert rank.account(plan, [4]) is not None
+    assert rank.state.counts.saved_bytes == 0
+    assert rank.state.counts.outcomes == {"direct": 1}
+
+
+def test_engine_that_cannot_stage_says_why_for_each_window():
+    rank = _rank()
+    rank.refuse("mla")
+    plan = rank.plan_step(["a"], [5], [4])
+    assert plan is not None
+    record = rank.account(plan, [1])
+    assert record is not None
+    assert record.windows == {"a": ("stage", "mla", 4, 1)}
+    assert rank.state.counts.direct_windows == {"mla": 1}
+    assert rank.state.report()["unsupported"]["reason"] == "mla"
+
+
+def test_switch_refuses_a_mode_that_was_not_enabled():
+    config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=4))
+    rank = Rank(config, NworConfig.from_mapping({"mode": "off", "modes": ["off"]}), torch.device("cpu"))
+    with pytest.raises(ValueError, match="not enabled"):
+        rank.state.switch(Mode.STAGE)
+    assert rank.state.mode is Mode.OFF

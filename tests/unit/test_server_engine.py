@@ -1,0 +1,83 @@
+"""What runs inside the engine's processes: the reporting scheduler and sampling parameters on a CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm")
+
+from nwor.config import CONFIG_KEY
+from server import cpu_sampling, options, scheduler
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0.0, 0.5, 1.0, 2.5])), min_size=1, max_size=8),
+    st.sampled_from([torch.float32, torch.int32, torch.int64]),
+)
+def test_expand_repeats_each_value_for_its_tokens(
+    requests: list[tuple[int, float]], dtype: torch.dtype
+) -> None:
+    values = torch.tensor([value for _, value in requests]).to(dtype)
+    counts = torch.tensor([count for count, _ in requests])
+    expected = [
+        (1 if value == 0 else value)
+        for value, count in zip(values.tolist(), counts.tolist(), strict=True)
+        for _ in range(count)
+    ]
+    output = torch.full((int(counts.sum()),), 99).to(dtype)
+    cpu_sampling.expand(output, values, counts.cumsum(0).to(torch.int32), 0, 1)
+    assert output.tolist() == expected
+    assert output.dtype == dtype
+
+
+def test_vllms_own_implementation_still_needs_replacing() -> None:
+    """On the day that this fails, server/cpu_sampling.py can go."""
+    pytest.importorskip("vllm._C", reason="the CPU build of vLLM is not installed")
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+
+    output = torch.full((3,), 99.0)
+    _expand_kernel_impl(output, torch.tensor([0.5]), torch.tensor([3]), 0, 1)
+    assert output.tolist() != [0.5] * 3
+
+
+def test_vllm_still_turns_cpu_generators_back() -> None:
+    """On the day that this fails, ``mend_runner`` can go."""
+    import inspect
+
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    source = inspect.getsource(inspect.unwrap(GPUModelRunner._bookkeeping_sync))
+    assert "set_offset(gen.get_offset() - 4)" in source
+    with pytest.raises(RuntimeError):
+        torch.Generator(device="cpu").get_offset()
+
+
+def test_the_import_paths_lead_where_they_say() -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    assert resolve_obj_by_qualname(options.REPORTING_SCHEDULER) is scheduler.create_scheduler
+    assert resolve_obj_by_qualname(options.CPU_SAMPLING) is cpu_sampling.WorkerExtension
+
+
+@pytest.mark.parametrize(
+    ("ahead", "settings", "expected"),
+    [
+        (True, {}, scheduler.ReportingAsyncScheduler),
+        (False, {}, scheduler.ReportingScheduler),
+        (True, {CONFIG_KEY: {"mode": "stage"}}, scheduler.NworReportingAsyncScheduler),
+        (False, {CONFIG_KEY: {"mode": "stage"}}, scheduler.NworReportingScheduler),
+    ],
+)
+def test_the_scheduler_is_the_one_that_vllm_would_choose(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool, settings: dict, expected: type
+) -> None:
+    monkeypatch.setattr(expected, "__init__", lambda self, **_: None)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=ahead), additional_config=settings
+    )
+    assert type(scheduler.create_scheduler(vllm_config=config)) is expected

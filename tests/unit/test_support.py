@@ -1,0 +1,73 @@
+"""The table of reasons in the documentation is the one in the code."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from nwor.engine.support import REASONS, Unsupported, check_engine, check_impl
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "engine.md"
+
+
+def test_documented_reasons_are_the_reasons():
+    rows = re.findall(r"^\| `(\w+)` \| (start|step) \| (.+) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    assert {name: (when, text) for name, when, text in rows} == {
+        name: (reason.when, reason.text) for name, reason in REASONS.items()
+    }
+
+
+def _config(**changes):
+    parallel = {
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "use_ubatching": False,
+    }
+    model = {"use_mla": False, "is_encoder_decoder": False}
+    top = {"kv_transfer_config": None, "speculative_config": SimpleNamespace(num_speculative_tokens=4)}
+    for part in (parallel, model, top):
+        part.update({key: value for key, value in changes.items() if key in part})
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(**model), **top
+    )
+
+
+def test_plain_engine_passes():
+    check_engine(_config(), 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"speculative_config": None}, "no_speculation"),
+        ({"speculative_config": SimpleNamespace(num_speculative_tokens=64)}, "window_too_long"),
+        ({"use_mla": True}, "mla"),
+        ({"is_encoder_decoder": True}, "encoder_decoder"),
+        ({"kv_transfer_config": object()}, "kv_connector"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel"),
+        ({"decode_context_parallel_size": 2}, "context_parallel"),
+        ({"prefill_context_parallel_size": 2}, "context_parallel"),
+        ({"use_ubatching": True}, "micro_batching"),
+    ],
+)
+def test_each_engine_reason(change, reason):
+    with pytest.raises(Unsupported) as verdict:
+        check_engine(_config(**change), 64)
+    assert verdict.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"alibi_slopes": [1.0]}, "attention_feature"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "kv_sharing"),
+        ({"attn_type": "encoder_only"}, "attention_feature"),
+    ],
+)
+def test_each_layer_reason(change, reason):
+    impl = {"alibi_slopes": None, "kv_sharing_target_layer_name": None, "attn_type": "decoder"} | change
+    with pytest.raises(Unsupported) as verdict:
+        check_impl("layer", SimpleNamespace(**impl))
+    assert verdict.value.reason == reason
