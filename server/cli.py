@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--version" in arguments:
-        print(f"{PROG} {__version__}")
+        from server import version
+
+        print(version.report())
         return 0
     if arguments[:1] == ["mode"]:
         from server import admin_cli
@@ -128,7 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
             f"one flag: {PROG} --help=draft",
         )
     )
-    parser.add_argument("--version", action="store_true", help="Print the version and exit.")
+    parser.add_argument("--version", action="store_true", help="Print the versions of all parts and exit.")
     add_server_options(parser)
     add_nwor_options(parser)
     parser.set_defaults(per_request_spec_decode_metrics="summary")

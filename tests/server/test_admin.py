@@ -100,7 +100,8 @@ def test_the_command_shows_and_switches(server: ServerProcess) -> None:
     ],
 )
 def test_the_command_says_what_went_wrong(server: ServerProcess, words: list[str], message: str) -> None:
-    line = [sys.executable, "-m", "server", "mode", "--url", server.url, *words]
+    where = [] if "--url" in words else ["--url", server.url]
+    line = [sys.executable, "-m", "server", "mode", *where, *words]
     ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
     assert message in ended.stderr
