@@ -1,4 +1,4 @@
-"""Admin API, metrics and per-request figures for plain ``vllm serve``, as an endpoint plugin of vLLM's.
+"""Admin API, live page, metrics and per-request figures for plain ``vllm serve``, as an endpoint plugin of vLLM's.
 
 vLLM loads it where ``VLLM_PLUGINS`` names ``nwor``. The admin key comes from the environment: vLLM's command
 line does not know our flags.
@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from nwor.engine.metrics import attach_metrics
-from server import acceptance
+from server import acceptance, dashboard
 from server.admin import Admin, make_router
 from server.nwor_options import ADMIN_KEY_VARIABLE
 
@@ -31,9 +31,10 @@ class NworEndpoints:
         self._admin = Admin(os.environ.get(ADMIN_KEY_VARIABLE) or None)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the admin routes."""
+        """Add the admin routes and the live page."""
         if not hasattr(app.state.args, _OURS):
             app.include_router(make_router(self._admin))
+            dashboard.install(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         """Connect the routes with the engine, and put the figures into /metrics and the answers.

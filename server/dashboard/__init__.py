@@ -1,0 +1,95 @@
+"""The live page at /dashboard: static files, read once, with headers that keep it on its own host.
+
+The page takes its figures from /metrics and the mode switch from /admin/nwor, both in the browser. Every address
+in it is relative, so it works behind a proxy that adds a prefix. See docs/dashboard.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from nwor.engine.support import REASONS
+
+#: Where the page's files lie; all of them are served, and nothing else.
+STATIC = Path(__file__).parent / "static"
+
+#: The page's own file, served at /dashboard itself.
+PAGE = "index.html"
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+#: Sent with the page and each of its files.
+HEADERS = {
+    # The browser itself then refuses other hosts, inline code, sending forms, and being framed.
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    # A new version is seen at the next load; what has not changed costs an answer without a body.
+    "Cache-Control": "no-cache",
+}
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def make_router() -> APIRouter:
+    """Return the page's routes.
+
+    Raises:
+        FileNotFoundError: the package was installed without the page's files.
+
+    """
+    if not (STATIC / PAGE).is_file():
+        raise FileNotFoundError(f"{STATIC / PAGE} is missing: install the package again")
+    router = APIRouter(include_in_schema=False)
+
+    def add(path: str, endpoint: Endpoint) -> None:
+        router.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
+
+    for file in sorted(STATIC.iterdir()):
+        path = "/dashboard" if file.name == PAGE else f"/dashboard/{file.name}"
+        if file.suffix in _TYPES:
+            add(path, _serve(file.read_bytes(), _TYPES[file.suffix]))
+    add("/dashboard/reasons.json", _reasons)
+    add("/dashboard/", _without_slash)
+    return router
+
+
+def install(app: FastAPI) -> None:
+    """Add the page to an application."""
+    app.include_router(make_router())
+
+
+def _serve(content: bytes, media_type: str) -> Endpoint:
+    headers: Mapping[str, str] = {**HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
+
+    async def endpoint(request: Request) -> Response:
+        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+        if headers["ETag"] in known:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=media_type, headers=headers)
+
+    return endpoint
+
+
+async def _reasons(_: Request) -> Response:
+    """Say what each reason for writing directly means, for the page's table."""
+    return JSONResponse({name: reason.text for name, reason in REASONS.items()}, headers=HEADERS)
+
+
+async def _without_slash(_: Request) -> Response:
+    """Send the browser to the address that the page's relative addresses count from."""
+    return Response(status_code=308, headers={**HEADERS, "Location": "../dashboard"})
