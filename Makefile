@@ -26,7 +26,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export DO_NOT_TRACK ?= 1
 
-.PHONY: help serve test lint format types lock cuda bench-server setup setup-dev clean distclean
+.PHONY: help serve test lint format types lock cuda wheel sbom bench-server setup setup-dev clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,8 @@ help:
 	@echo "make lint     ruff, check and format      make types   mypy --strict"
 	@echo "make format   let ruff fix and format     make lock    resolve the lock files anew"
 	@echo "make cuda     compile the CUDA library (needs nvcc, no GPU)"
+	@echo "make wheel    build the wheel into dist/cpu, with NWOR_CUDA=ON into dist/cuda"
+	@echo "make sbom     bills of materials and the licence list into dist"
 	@echo "make bench-server   compare with stock vllm serve"
 	@echo "make clean    remove builds and caches    make distclean   the virtual environment too"
 
@@ -60,6 +62,16 @@ cuda: $(STAMPS)/runtime $(STAMPS)/build
 	$(BIN)/cmake -S csrc -B build/cuda -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 		-DNWOR_CUDA=ON -DPython_EXECUTABLE=$(abspath $(PY))
 	$(BIN)/cmake --build build/cuda
+
+# Needs a compiler and torch's headers, not the rest of the run-time packages; see docs/release.md.
+WHEEL_DIR = dist/$(if $(filter ON,$(NWOR_CUDA)),cuda,cpu)
+wheel: $(STAMPS)/torch $(STAMPS)/build
+	rm -rf $(WHEEL_DIR)
+	PATH="$(abspath $(BIN)):$$PATH" $(PIP) wheel --no-build-isolation --no-deps --no-index -w $(WHEEL_DIR) .
+	@ls -l $(WHEEL_DIR)
+
+sbom: setup-dev
+	$(PY) deploy/release/sbom.py dist
 
 bench-server: setup-dev
 	$(PY) -m benchmarks.server $(ARGS)

@@ -123,7 +123,7 @@ def test_a_prefix_stays_on_one_replica(router: str, replicas: Replicas) -> None:
     hits = [replica.total("vllm:prefix_cache_hits_total") for replica in replicas]
     homes: list[int] = []
     while len(homes) < GROUPS or (len(set(homes)) == 1 and len(homes) < MAX_GROUPS):
-        # Several of the router's pieces of 128 characters and of the cache's blocks; no two groups begin alike.
+        # Several of the pieces that router and cache compare; no two groups begin alike.
         prefix = f"# module {len(homes)}: " + f"value_{len(homes)} = compute({len(homes)})\n" * 60
         used = set()
         for number in range(REQUESTS):
