@@ -5,7 +5,8 @@ Ledger of what is exchanged in vLLM 0.32.0:
 - target: the CPU implementation of ``vllm.v1.sample.rejection_sampler.expand_kernel``
 - why: it writes into a 64-bit copy of its output and never copies back, so a verify step's temperature, top_p
   (floats) and top_k (32-bit integers) come from uninitialized memory: samples ignore them, and no seed holds
-- how: ``register_kernels``, vLLM's own way to give a kernel another implementation, in the worker's process
+- how: ``register_kernels``, vLLM's own way to give a kernel another implementation, in the worker's process;
+  the function that vLLM registers is exchanged too, since each new engine in a process registers it again
 - removal: when vLLM's implementation fills outputs of any type (a unit test fails on that day)
 
 - target: ``CPUModelRunner._sample`` and ``._bookkeeping_sync``
@@ -93,9 +94,13 @@ def register() -> None:
     # Registers vLLM's own implementations, which must come first.
     import vllm._custom_ops
     from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.utils import cpu_triton_utils
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     del vllm
+    if cpu_triton_utils._expand_kernel_impl is not expand:
+        expand.__dict__["stock"] = cpu_triton_utils._expand_kernel_impl
+        cpu_triton_utils._expand_kernel_impl = expand
     register_kernels({KERNEL: expand})
     mend_runner(CPUModelRunner)
 

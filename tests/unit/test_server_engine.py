@@ -38,11 +38,20 @@ def test_expand_repeats_each_value_for_its_tokens(
 def test_vllms_own_implementation_still_needs_replacing() -> None:
     """On the day that this fails, server/cpu_sampling.py can go."""
     pytest.importorskip("vllm._C", reason="the CPU build of vLLM is not installed")
-    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
-
     output = torch.full((3,), 99.0)
-    _expand_kernel_impl(output, torch.tensor([0.5]), torch.tensor([3]), 0, 1)
+    vars(cpu_sampling.expand)["stock"](output, torch.tensor([0.5]), torch.tensor([3]), 0, 1)
     assert output.tolist() != [0.5] * 3
+
+
+def test_a_second_engine_in_the_process_keeps_the_replacement() -> None:
+    pytest.importorskip("vllm._C", reason="the CPU build of vLLM is not installed")
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    current_platform.register_triton_kernel_overrides()  # as every worker does when it starts
+    values, ends = torch.tensor([0.5, 0.0]), torch.tensor([2, 3])
+    expanded = rejection_sampler.expand_batch_to_tokens(values, ends, 3, 0, 1)
+    assert expanded.tolist() == [0.5, 0.5, 1.0]
 
 
 def test_vllm_still_turns_cpu_generators_back() -> None:
