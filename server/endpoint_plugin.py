@@ -1,4 +1,4 @@
-"""Admin API, live page, metrics and per-request figures for plain ``vllm serve``, as an endpoint plugin of vLLM's.
+"""Admin API, live page, metrics and per-request figures for plain ``vllm serve``, as vLLM's endpoint plugin.
 
 vLLM loads it where ``VLLM_PLUGINS`` names ``nwor``. The admin key comes from the environment: vLLM's command
 line does not know our flags.

@@ -1,7 +1,7 @@
 """The live page at /dashboard: static files, read once, with headers that keep it on its own host.
 
-The page takes its figures from /metrics and the mode switch from /admin/nwor, both in the browser. Every address
-in it is relative, so it works behind a proxy that adds a prefix. See docs/dashboard.md.
+The page takes its figures from /metrics and the mode switch from /admin/nwor, both in the browser. Every
+address in it is relative, so it works behind a proxy that adds a prefix. See docs/dashboard.md.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _serve(content: bytes, media_type: str) -> Endpoint:
     headers: Mapping[str, str] = {**HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
 
     async def endpoint(request: Request) -> Response:
-        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-        if headers["ETag"] in known:
+        known = request.headers.get("if-none-match", "").split(",")
+        if headers["ETag"] in [tag.strip().removeprefix("W/") for tag in known]:
             return Response(status_code=304, headers=headers)
         return Response(content, media_type=media_type, headers=headers)
 

@@ -100,9 +100,7 @@ class Metrics:
         self.inc("vllm:spec_decode_num_accepted_tokens", accepted, engine=engine)
         for position in range(DRAFTS):
             reached = sum(by_accepted[position + 1 :])
-            self.inc(
-                "vllm:spec_decode_num_accepted_tokens_per_pos", reached, str(position), engine=engine
-            )
+            self.inc("vllm:spec_decode_num_accepted_tokens_per_pos", reached, str(position), engine=engine)
         if "nwor_windows" not in self.counters:
             return
         outcome = {"stage": "committed", "cow": "restored", "off": "direct"}[mode]
@@ -179,9 +177,7 @@ class StandIn:
 
         @app.middleware("http")
         async def note(request: Request, call_next: Any) -> Response:
-            self.requests.append(
-                (request.method, str(request.url), request.headers.get("authorization", ""))
-            )
+            self.requests.append((request.method, str(request.url), request.headers.get("authorization", "")))
             answer: Response = await call_next(request)
             return answer
 

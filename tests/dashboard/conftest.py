@@ -1,0 +1,58 @@
+"""A real browser and the stand-in server, for the tests of the live page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.conftest import find_free_port
+from tests.dashboard.browser import Visit
+from tests.dashboard.stand_in import StandIn, serve
+
+#: Commands that start Chromium, as distributions name it.
+COMMANDS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+
+
+def find_chromium() -> str | None:
+    """Return the machine's own Chromium; playwright's downloaded one is not asked for."""
+    return next((path for command in COMMANDS if (path := shutil.which(command))), None)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A headless Chromium; it ends with the module, and so does the event loop that drives it."""
+    executable = find_chromium()
+    if executable is None:
+        pytest.skip(f"needs Chromium: found none of {', '.join(COMMANDS)}")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        # Chromium's sandbox does not start under root, which is what containers run tests as.
+        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = driver.chromium.launch(executable_path=executable, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    with serve(find_free_port()) as server:
+        yield server
+
+
+@pytest.fixture
+def visit(chromium: Any) -> Iterator[Any]:
+    """``visit(url, **context options)``; a page that raised an error fails its test."""
+    visits: list[Visit] = []
+
+    def start(url: str, **options: Any) -> Visit:
+        visits.append(Visit(chromium, url, **options))
+        return visits[-1]
+
+    yield start
+    for one in visits:
+        one.context.close()
+        assert one.errors == []

@@ -1,0 +1,80 @@
+"""The live page's sizes, colours and movement, in real Chromium."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.dashboard.browser import WINDOWS, Seen, unlock, wait
+from tests.dashboard.stand_in import StandIn
+
+
+@pytest.mark.parametrize("width", [360, 768, 1360])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_sizes_and_contrast(stand_in: StandIn, visit: Seen, width: int, scheme: str) -> None:
+    stand_in.metrics.add_windows(WINDOWS, "cow")
+    stand_in.metrics.inc("nwor_accounting_mismatches", 2, "accepted_tokens")
+    stand_in.metrics.inc("nwor_direct_windows", 123456, "attention_backend")
+    page = visit(stand_in.url, viewport={"width": width, "height": 740}, color_scheme=scheme).open()
+    unlock(page, "nobody")
+    wait(page, "#admin-error", "not valid")
+    unlock(page)
+    wait(page, "#admin-answer", "Unlocked.")
+    for stale in (False, True):
+        if stale:
+            stand_in.health = 503
+            wait(page, "#state-text", "The engine is down")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        small = page.evaluate(CONTRAST)
+        assert small == []
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(int(part) for part in re.findall(r"\d+", dark)[:3]) < 3 * 128) == (scheme == "dark")
+    unnamed = page.eval_on_selector_all(
+        "button, input, select, [tabindex='0'], [role=img], a",
+        "list => list.filter((e) => !(e.textContent.trim() || e.getAttribute('aria-label')"
+        " || e.labels?.length)).map((e) => e.outerHTML)",
+    )
+    assert unnamed == []
+
+
+#: Every visible text whose colour stands out from what is behind it by less than 4.5.
+CONTRAST = """() => {
+  const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => {
+    const [r, g, b] = channels(color).slice(0, 3).map((v) => v / 255)
+      .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const color = getComputedStyle(at).backgroundColor;
+      if ((channels(color)[3] ?? 1) === 1) return color;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const element = node.parentElement;
+    if (!node.textContent.trim() || !element.checkVisibility()) continue;
+    if (element.closest("noscript, svg, .unseen")) continue;
+    const pair = [getComputedStyle(element).color, behind(element)].map(light).sort((a, b) => a - b);
+    const ratio = (pair[1] + 0.05) / (pair[0] + 0.05);
+    let opacity = 1;
+    for (let at = element; at; at = at.parentElement) opacity *= Number(getComputedStyle(at).opacity);
+    if (ratio < 4.5 || opacity < 1) found.push([node.textContent.trim(), ratio, opacity]);
+  }
+  for (const label of document.querySelectorAll("svg text")) {
+    const pair = [getComputedStyle(label).fill, behind(label)].map(light).sort((a, b) => a - b);
+    const ratio = (pair[1] + 0.05) / (pair[0] + 0.05);
+    if (ratio < 4.5) found.push([label.textContent, ratio]);
+  }
+  return found;
+}"""
+
+
+def test_movement_is_reduced_where_asked_for(stand_in: StandIn, visit: Seen) -> None:
+    moving = "getComputedStyle(document.querySelector('.plot')).transitionDuration"
+    assert visit(stand_in.url).open().evaluate(moving) != "0s"
+    assert visit(stand_in.url, reduced_motion="reduce").open().evaluate(moving) == "0s"
