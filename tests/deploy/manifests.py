@@ -86,3 +86,8 @@ def port_names(template: Object) -> dict[str, int]:
         for container in template["spec"]["containers"]
         for port in container.get("ports", [])
     }
+
+
+def engine_labels() -> Labels:
+    """Return the labels by which services and the router find servers."""
+    return dict(of_kind(render("production"), "Deployment")["nwor"]["spec"]["selector"]["matchLabels"])

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,9 @@ def test_one_file_holds_the_version() -> None:
         str(path.relative_to(ROOT)) for path in files if pattern.search(path.read_text(encoding="utf-8"))
     }
     assert with_it == {"nwor/version.py"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["scikit-build"]["metadata"]["version"]["input"] == "nwor/version.py"
 
 
 def test_the_changelog_has_an_entry_for_this_version() -> None:
