@@ -22,6 +22,11 @@ def find_chromium() -> str | None:
     return next((path for command in COMMANDS if (path := shutil.which(command))), None)
 
 
+def flags() -> list[str]:
+    """Chromium's sandbox does not start under root, which is what containers run tests as."""
+    return ["--no-sandbox"] if os.geteuid() == 0 else []
+
+
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     """A headless Chromium; it ends with the module, and so does the event loop that drives it."""
@@ -30,9 +35,7 @@ def chromium() -> Iterator[Any]:
         pytest.skip(f"needs Chromium: found none of {', '.join(COMMANDS)}")
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
-        # Chromium's sandbox does not start under root, which is what containers run tests as.
-        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = driver.chromium.launch(executable_path=executable, args=flags)
+        browser = driver.chromium.launch(executable_path=executable, args=flags())
         yield browser
         browser.close()
 

@@ -3,7 +3,7 @@
 import { timeOfDay, timeWithSeconds } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const MARGIN = { top: 10, right: 10, bottom: 22, left: 56 };
+const MARGIN = { top: 10, right: 10, bottom: 22, left: 64 };
 const STEPS = [1, 2, 5, 10];
 /** Seconds between labels of the time axis. */
 const TIME_STEPS = [15, 30, 60, 120, 300, 600, 900];
@@ -96,8 +96,8 @@ export class Chart {
     this.clock.className = "clock";
     const head = document.createElement("div");
     head.className = "readout";
-    head.append(this.legend, this.clock);
-    this.host.append(head);
+    head.append(this.legend);
+    this.host.append(this.clock, head);
   }
 
   #draw() {

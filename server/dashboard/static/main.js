@@ -69,7 +69,7 @@ addChart(
     least: 1000,
     series: [
       { key: "written", label: "written", style: "first" },
-      { key: "baseline", label: "direct writes would be", style: "base" },
+      { key: "baseline", label: "baseline (all direct)", style: "base" },
     ],
     between: ["baseline", "written"],
   },
