@@ -112,6 +112,10 @@ def test_every_metric_in_rules_dashboard_and_page_is_registered(registered: set[
 
 def test_alerts_say_what_is_wrong_and_where_to_read_on() -> None:
     assert len({rule["alert"] for rule in ALERTS}) == len(ALERTS)
+    sections = re.findall(
+        r"^#+ (Nwor\w+)$", (ROOT / "docs" / "operations.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert sorted(sections) == sorted(rule["alert"] for rule in ALERTS)
     for rule in ALERTS:
         notes = rule["annotations"]
         assert set(notes) == {"summary", "description", "runbook_url"}
