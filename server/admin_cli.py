@@ -32,8 +32,12 @@ def main(argv: Sequence[str]) -> int:
 
     """
     args = _parse(argv)
+    if args.uds is not None and (args.url or args.resolve):
+        return _complain("--uds names one server: drop it, or --url and --resolve")
     if len(args.url) + len(args.resolve) > 1 or args.resolve:
         return asyncio.run(_fleet(args))
+    if args.uds is not None:
+        return _single(args, "http://localhost", args.uds)
     return _single(args, args.url[0] if args.url else DEFAULT_URL)
 
 
@@ -58,6 +62,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="a name, every address of which is a server, such as a headless service of Kubernetes; port "
         "8000 where none is given, https:// in front for TLS; may be given several times",
     )
+    parser.add_argument("--uds", metavar="PATH", help="the Unix socket of a server's --admin-uds")
     parser.add_argument(
         "--force",
         action="store_true",
@@ -118,17 +123,18 @@ def _judge(outcomes: list[Outcome], wanted: str | None) -> int:
     return 0
 
 
-def _single(args: argparse.Namespace, url: str) -> int:
+def _single(args: argparse.Namespace, url: str, uds: str | None = None) -> int:
     headers = {} if args.admin_api_key is None else {"Authorization": f"Bearer {args.admin_api_key}"}
     try:
-        with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT) as http:
+        transport = None if uds is None else httpx.HTTPTransport(uds=uds)
+        with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, transport=transport) as http:
             if args.mode is None:
                 answer = http.get("/admin/nwor")
             else:
                 answer = http.put("/admin/nwor", json={"mode": args.mode})
             body = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        return _complain(f"no answer from {url}: {error}")
+        return _complain(f"no answer from {uds or url}: {error}")
     if answer.status_code != httpx.codes.OK:
         return _complain(message(body, answer.status_code))
     if args.mode is not None:

@@ -12,6 +12,7 @@ from vllm.entrypoints.launchers.app import build_app
 
 from nwor.engine.metrics import attach_metrics
 from server import acceptance, admin, dashboard, http_errors
+from server.admin_listener import is_separate
 from server.body_limit import BodyLimitMiddleware
 
 
@@ -29,8 +30,10 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     supported_tasks = await engine.get_supported_tasks()
     app = build_app(args, supported_tasks, engine.model_config)
     http_errors.install(app)
-    admin.install(app, engine, args.admin_api_key, attach_metrics(engine))
-    dashboard.install(app)
+    metrics = attach_metrics(engine)
+    if not is_separate(args):
+        admin.install(app, engine, args.admin_api_key, metrics)
+        dashboard.install(app)
     # Innermost: behind the check of the API key, and inside the error handlers' reach.
     app.user_middleware.append(Middleware(BodyLimitMiddleware, limit=args.max_body_size))
     # vLLM has built the stack already, for SageMaker's sake; Starlette builds it anew, with these changes.

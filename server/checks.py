@@ -65,13 +65,14 @@ def _dashed(word: str) -> str:
     return flag.replace("_", "-") + equals + value
 
 
-def check_port(host: str | None, port: int, uds: str | None) -> None:
+def check_port(host: str | None, port: int, uds: str | None, prefix: str = "--") -> None:
     """Check that the address can be listened on.
 
     Args:
         host: name or address; None is every interface.
         port: 0 takes any free port.
         uds: path of a Unix socket, which goes before host and port.
+        prefix: how the flags begin that set them, for messages.
 
     Raises:
         StartupError: it is taken, not this machine's, or not permitted.
@@ -84,22 +85,24 @@ def check_port(host: str | None, port: int, uds: str | None) -> None:
             )
         return
     if not 0 <= port <= 65535:
-        raise UsageError(f"--port {port} is not a port: choose one from 1 to 65535")
+        raise UsageError(f"{prefix}port {port} is not a port: choose one from 1 to 65535")
     family = socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host or "", port))
         except OSError as error:
-            raise StartupError(_explain(error, host, port)) from error
+            raise StartupError(_explain(error, host, port, prefix)) from error
 
 
-def _explain(error: OSError, host: str | None, port: int) -> str:
+def _explain(error: OSError, host: str | None, port: int, prefix: str) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} is in use: stop the other server or choose another with --port"
+        return f"port {port} is in use: stop the other server or choose another with {prefix}port"
     if error.errno == errno.EACCES:
-        return f"port {port} needs privileges that this process lacks: choose one from 1024 up with --port"
-    return f"cannot listen on {host or '0.0.0.0'}:{port}: {error.strerror or error}: check --host"
+        return (
+            f"port {port} needs privileges that this process lacks: choose one from 1024 up with {prefix}port"
+        )
+    return f"cannot listen on {host or '0.0.0.0'}:{port}: {error.strerror or error}: check {prefix}host"
 
 
 def _is_ipv6(host: str | None) -> bool:

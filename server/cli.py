@@ -16,7 +16,7 @@ from server import environment
 from server.checks import check_port, prescan
 from server.errors import StartupError, UsageError
 from server.models import is_local
-from server.nwor_options import add_nwor_options, resolve_nwor
+from server.nwor_options import DEFAULT_ADMIN_HOST, add_nwor_options, resolve_nwor
 from server.options import (
     add_server_options,
     apply_device_defaults,
@@ -107,6 +107,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     apply_device_defaults(args, current_platform.device_type, eager_given)
     check_processes(args)
     check_port(args.host, args.port, args.uds)
+    if args.admin_port is not None or args.admin_uds is not None:
+        check_port(args.admin_host or DEFAULT_ADMIN_HOST, args.admin_port or 0, args.admin_uds, "--admin-")
     return args
 
 
@@ -180,9 +182,18 @@ def _run(args: argparse.Namespace) -> int:
         address, sock = setup_server(args, reuse_port=False)
     except (KeyError, OSError) as error:
         raise StartupError(str(error.args[0]) if isinstance(error, KeyError) else str(error)) from error
+    from server.admin_listener import open_listener
+
     try:
-        return int(uvloop.run(_serve(args, address, sock)))
+        admin = open_listener(args)
+    except OSError as error:
+        sock.close()
+        raise StartupError(f"the admin API has nowhere to listen: {error}") from error
+    try:
+        return int(uvloop.run(_serve(args, address, sock, admin)))
     finally:
+        if admin is not None:
+            admin.close()
         sock.close()
         if args.uds and os.path.exists(args.uds):
             os.unlink(args.uds)
@@ -199,9 +210,10 @@ def _interrupt(*_: object) -> NoReturn:
     os._exit(128 + signal.SIGTERM)
 
 
-async def _serve(args: argparse.Namespace, address: str, sock: Any) -> int:
+async def _serve(args: argparse.Namespace, address: str, sock: Any, admin: Any) -> int:
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 
+    from server.admin_listener import create_admin_app
     from server.app import create_app
     from server.lifecycle import Lifecycle
 
@@ -213,7 +225,9 @@ async def _serve(args: argparse.Namespace, address: str, sock: Any) -> int:
     try:
         app = await create_app(engine, args)
         lifecycle = Lifecycle(app, engine, args.drain_timeout)
-        return await lifecycle.serve(sock, args, ready=lambda: _announce(args, address))
+        if admin is not None:
+            lifecycle.add_admin(create_admin_app(engine, args), admin.sock)
+        return await lifecycle.serve(sock, args, ready=lambda: _announce(args, address, admin))
     finally:
         await engine_context.__aexit__(None, None, None)
 
@@ -225,12 +239,14 @@ def _cause(error: BaseException) -> str:
     return detail.split(" [type=")[0] if found else text
 
 
-def _announce(args: argparse.Namespace, address: str) -> None:
+def _announce(args: argparse.Namespace, address: str, admin: Any) -> None:
     name = args.served_model_name[0] if args.served_model_name else args.model
     body = f'{{"model": "{name}", "prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0}}'
     reachable = address.replace("://0.0.0.0:", "://127.0.0.1:").replace("://[::]:", "://[::1]:")
     where = f"--unix-socket {args.uds} http://localhost" if args.uds else reachable
     key = ' -H "Authorization: Bearer $API_KEY"' if args.api_key else ""
+    if admin is not None:
+        print(f"\nThe admin API and the live page are on {admin.address}.", flush=True)
     print(
         f"\n{PROG} {__version__} is ready on {address}. Try:\n"
         f"  curl -s {where}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'\n",

@@ -55,6 +55,17 @@ class Lifecycle:
         self._drain_timeout = drain_timeout
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._admin: list[tuple[FastAPI, socket.socket]] = []
+
+    def add_admin(self, app: FastAPI, sock: socket.socket) -> None:
+        """Serve the admin API on a socket of its own, from ready until everything else has ended.
+
+        Args:
+            app: its application.
+            sock: a bound socket, not yet listening.
+
+        """
+        self._admin.append((app, sock))
 
     async def serve(self, sock: socket.socket, args: argparse.Namespace, ready: Callable[[], None]) -> int:
         """Serve until told to stop.
@@ -80,23 +91,30 @@ class Lifecycle:
         # vLLM's error handlers ask here for an end at once when the engine is dead; _watch ends the server,
         # after the time in which /health tells of it.
         self._app.state.server = SimpleNamespace(should_exit=False)
-        refresher = _refresh_certificates(config) if args.enable_ssl_refresh else None
+        admins = [(_admin_server(app, own, args), own) for app, own in self._admin]
+        servers = [server, *(admin for admin, _ in admins)]
+        configs = [each.config for each in servers if each.config.is_ssl]
+        refreshers = [_refresh_certificates(config) for config in configs if args.enable_ssl_refresh]
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number))
         tasks = [
-            loop.create_task(self._announce(server, ready)),
+            loop.create_task(self._announce(servers, ready)),
             loop.create_task(self._watch(server)),
             loop.create_task(self._drain(server)),
         ]
+        admin_tasks = [loop.create_task(admin.serve(sockets=[own])) for admin, own in admins]
         try:
             await server.serve(sockets=[sock])
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if refresher is not None:
+            for admin, _ in admins:
+                admin.should_exit = True
+            await asyncio.gather(*admin_tasks)
+            for refresher in refreshers:
                 refresher.stop()
         if self._engine.errored and not self._stopping.is_set():
             logger.critical("The engine died; the server ends. The engine's own error stands above.")
@@ -114,8 +132,8 @@ class Lifecycle:
         )
         self._stopping.set()
 
-    async def _announce(self, server: uvicorn.Server, ready: Callable[[], None]) -> None:
-        while not server.started:
+    async def _announce(self, servers: list[_Server], ready: Callable[[], None]) -> None:
+        while not all(server.started for server in servers):
             await asyncio.sleep(0.02)
         ready()
 
@@ -160,6 +178,17 @@ def uvicorn_settings(args: argparse.Namespace) -> dict[str, Any]:
     if log_config is not None:
         settings["log_config"] = log_config
     return settings
+
+
+def _admin_server(app: FastAPI, sock: socket.socket, args: argparse.Namespace) -> _Server:
+    settings = uvicorn_settings(args)
+    if sock.family == socket.AF_UNIX:
+        # The file's permissions stand in for TLS.
+        settings = {name: value for name, value in settings.items() if not name.startswith("ssl_")}
+    config = uvicorn.Config(app, **settings)
+    config.timeout_graceful_shutdown = round(ABORT_GRACE)
+    config.load()
+    return _Server(config)
 
 
 def _refresh_certificates(config: uvicorn.Config) -> SSLCertRefresher:

@@ -14,6 +14,8 @@ from server.errors import UsageError
 
 #: Where the admin key is read from when no flag names one.
 ADMIN_KEY_VARIABLE = "NWOR_ADMIN_API_KEY"
+#: Where ``--admin-port`` listens when no flag says otherwise: not where strangers are.
+DEFAULT_ADMIN_HOST = "127.0.0.1"
 
 _SETTINGS = {"nwor_mode": "mode", "nwor_modes": "modes", "nwor_self_check_interval": "self_check_interval"}
 
@@ -52,6 +54,20 @@ def add_nwor_options(parser: argparse.ArgumentParser) -> None:
         help=f"Key of /admin, apart from --api-key; also read from {ADMIN_KEY_VARIABLE}. Without one, "
         "/admin answers 403.",
     )
+    group.add_argument(
+        "--admin-port",
+        type=int,
+        metavar="PORT",
+        help="Serve /admin and /dashboard on this port, and no longer on --port.",
+    )
+    group.add_argument(
+        "--admin-host", metavar="HOST", help=f"Where --admin-port listens. Default: {DEFAULT_ADMIN_HOST}."
+    )
+    group.add_argument(
+        "--admin-uds",
+        metavar="PATH",
+        help="Serve /admin and /dashboard on this Unix socket, and no longer on --port.",
+    )
 
 
 def resolve_nwor(args: argparse.Namespace, speculates: bool) -> None:
@@ -66,6 +82,7 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool) -> None:
 
     """
     _resolve_admin_key(args)
+    _check_admin_address(args)
     given = {key: getattr(args, name) for name, key in _SETTINGS.items() if getattr(args, name) is not None}
     first = next(
         (f"--{name.replace('_', '-')}" for name in _SETTINGS if getattr(args, name) is not None), None
@@ -112,3 +129,19 @@ def _resolve_admin_key(args: argparse.Namespace) -> None:
         raise UsageError(
             "the admin key is also a user's API key: users could switch modes; give it one of its own"
         )
+
+
+def _check_admin_address(args: argparse.Namespace) -> None:
+    if args.admin_port is not None and args.admin_uds is not None:
+        raise UsageError("--admin-port and --admin-uds both say where the admin API is: drop one of them")
+    if args.admin_host is not None and args.admin_port is None:
+        raise UsageError("--admin-host says where --admin-port listens, and there is none: add it")
+    if args.admin_port is not None and args.admin_port == args.port and not args.uds:
+        raise UsageError(
+            f"--admin-port {args.admin_port} is the server's own --port: choose another, or drop it"
+        )
+    if args.admin_uds is not None and args.admin_uds == args.uds:
+        raise UsageError("--admin-uds is the server's own --uds: choose another, or drop it")
+    if (args.admin_port is not None or args.admin_uds is not None) and args.admin_api_key is None:
+        flag = "--admin-port" if args.admin_port is not None else "--admin-uds"
+        raise UsageError(f"{flag} opens the admin API, which needs a key: set {ADMIN_KEY_VARIABLE}")

@@ -22,6 +22,7 @@ def resolve(
     args = parser.parse_args(list(words))
     args.additional_config = additional
     args.api_key = keys
+    args.port, args.uds = 8000, None
     resolve_nwor(args, speculates)
     return args
 
@@ -104,3 +105,24 @@ def test_the_admin_key_comes_from_flag_or_environment_and_does_not_show(
     monkeypatch.setenv("VLLM_API_KEY", "from-flag")
     with pytest.raises(UsageError, match="also a user's"):
         resolve("--admin-api-key", "from-flag")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--admin-port", "8001", "--admin-uds", "/run/x"), "drop one of them"),
+        (("--admin-host", "0.0.0.0"), "add it"),
+        (("--admin-port", "8000"), "the server's own --port"),
+        (("--admin-port", "8001"), "needs a key"),
+        (("--admin-uds", "/run/x"), "needs a key"),
+    ],
+)
+def test_admin_addresses_that_cannot_be_served(words: tuple[str, ...], says: str) -> None:
+    key = () if says == "needs a key" else ("--admin-api-key", "secret")
+    with pytest.raises(UsageError, match=says):
+        resolve(*words, *key)
+
+
+def test_an_admin_port_with_a_key_is_taken() -> None:
+    args = resolve("--admin-port", "8001", "--admin-api-key", "secret")
+    assert (args.admin_port, args.admin_uds) == (8001, None)
