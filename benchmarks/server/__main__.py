@@ -1,10 +1,15 @@
-"""Compare nwor-server with stock ``vllm serve``: same model, same flags, one run, alternating.
+"""Compare two servers: same model, same flags, one run, alternating.
+
+    python -m benchmarks.server [front|figures|stage] [--rounds 40] [--seconds 600] [--output PATH]
+
+- ``front``: nwor-server against stock ``vllm serve``, both on the stock engine
+- ``figures``: nwor-server with every figure and the admin API, against nwor-server without them; both write
+  the cache the stock way
+- ``stage``: nwor-server as it comes, against stock ``vllm serve``
 
 Both servers run at the same time; only one is under load at a time. Each round loads one and then the other,
 and every other round begins with the other one, so that drift of the machine falls on both. A ratio is taken
-per round; the table gives the median over the rounds and the quartiles. Ratios above 1 favour nwor-server.
-
-    python -m benchmarks.server [--rounds 20] [--seconds 420] [--output benchmarks/server/results/NAME]
+per round; the table gives their geometric mean, with the interval that holds it in 95% of resampled runs.
 """
 
 from __future__ import annotations
@@ -13,23 +18,56 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.server.load import Load, measure
 from benchmarks.server.report import describe_machine, summarize, write_report
-from benchmarks.server.servers import Server, start_ours, start_stock
+from benchmarks.server.servers import (
+    Server,
+    start_observed,
+    start_ours,
+    start_staging,
+    start_stock,
+    start_unobserved,
+)
 
 #: Concurrency and how many requests each round sends at it.
 LOADS = (Load(1, 6), Load(8, 32), Load(32, 96))
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Two servers, how the report calls them, and what is asked of their ratio."""
+
+    baseline: str
+    ours: str
+    start_baseline: Callable[[], AbstractContextManager[Server]]
+    start_ours: Callable[[], AbstractContextManager[Server]]
+    loads: tuple[Load, ...]
+    target: float
+
+
+COMPARISONS = {
+    "front": Comparison("stock vllm serve", "nwor-server", start_stock, start_ours, LOADS, 0.97),
+    "figures": Comparison(
+        "without figures", "with figures", start_unobserved, start_observed, LOADS[2:], 0.99
+    ),
+    "stage": Comparison("stock vllm serve", "nwor-server, stage", start_stock, start_staging, LOADS, 1.0),
+}
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.server", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20, help="at most")
-    parser.add_argument("--seconds", type=float, default=420, help="no round begins after so long")
+    parser.add_argument("comparison", nargs="?", choices=COMPARISONS, default="front")
+    parser.add_argument("--rounds", type=int, default=40, help="at most")
+    parser.add_argument("--seconds", type=float, default=600, help="no round begins after so long")
     parser.add_argument("--max-tokens", type=int, default=64, help="output tokens of each request")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/server/results/cpu"))
+    parser.add_argument("--output", type=Path, help="default: benchmarks/server/results/COMPARISON")
     args = parser.parse_args(argv)
+    args.output = args.output or Path("benchmarks/server/results") / args.comparison
     if args.rounds < 2:
         parser.error("--rounds must be 2 or more: a single round says nothing about the spread")
     return args
@@ -45,7 +83,7 @@ async def run(args: argparse.Namespace, servers: dict[str, Server]) -> list[dict
         if number >= 2 and time.monotonic() - start > args.seconds * number / (number + 1):
             break
         order = list(servers) if number % 2 == 0 else list(reversed(servers))
-        for load in LOADS:
+        for load in COMPARISONS[args.comparison].loads:
             for name in order:
                 before = servers[name].cpu_seconds()
                 first = 1000 * (number + 1)
@@ -54,7 +92,7 @@ async def run(args: argparse.Namespace, servers: dict[str, Server]) -> list[dict
                 result["front_cpu_ms"] = 1000 * used / load.requests
                 records.append({"server": name, "round": number, "concurrency": load.concurrency, **result})
                 print(
-                    f"round {number + 1}/{args.rounds} c={load.concurrency:<3} {name:<6} "
+                    f"round {number + 1}/{args.rounds} c={load.concurrency:<3} {name:<8} "
                     f"{result['tokens_per_s']:8.1f} tokens/s  TTFT {result['ttft_ms']:7.2f} ms  "
                     f"front CPU {result['front_cpu_ms']:6.2f} ms/request",
                     flush=True,
@@ -64,14 +102,21 @@ async def run(args: argparse.Namespace, servers: dict[str, Server]) -> list[dict
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
+    compared = COMPARISONS[args.comparison]
     machine = describe_machine()
-    with start_stock() as stock, start_ours() as ours:
-        servers = {"stock": stock, "ours": ours}
+    with compared.start_baseline() as baseline, compared.start_ours() as ours:
+        servers = {"baseline": baseline, "ours": ours}
         records = asyncio.run(run(args, servers))
-    summary = summarize(records)
-    rounds = len({record["round"] for record in records})
-    settings = {"rounds": rounds, "max_tokens": args.max_tokens, "model": "bundled demo, EAGLE, k=4"}
-    print(write_report(args.output, machine, settings, summary, records))
+    settings = {
+        "comparison": args.comparison,
+        "baseline": compared.baseline,
+        "ours": compared.ours,
+        "target": compared.target,
+        "rounds": len({record["round"] for record in records}),
+        "max_tokens": args.max_tokens,
+        "model": "bundled demo model and head, k=4",
+    }
+    print(write_report(args.output, machine, settings, summarize(records, compared.target), records))
     return 0
 
 

@@ -23,6 +23,9 @@ from server import demo
 K = 4
 #: What both get; nwor-server's own defaults for a CPU, spelt out for stock vLLM.
 ENGINE_FLAGS = ["--served-model-name", MODEL, "--enforce-eager", "--kv-cache-memory-bytes", str(2**30)]
+#: The engine computes on the first core, for both: fronts and client have the others, and it is not decided
+#: anew in each round who shares a core with whom.
+ENGINE_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0"}
 READY_SECONDS = 300.0
 
 
@@ -39,10 +42,33 @@ class Server:
         return float(times.user + times.system)
 
 
-def start_ours() -> contextlib.AbstractContextManager[Server]:
-    """Run nwor-server."""
+#: The stock engine is to be stock: no plugin of ours.
+STOCK_ENGINE = {"NWOR_DISABLE": "1"}
+
+
+def _ours(*flags: str, **environment: str) -> contextlib.AbstractContextManager[Server]:
     draft = ["--draft", str(demo.draft_path()), "--num-speculative-tokens", str(K)]
-    return _serve([sys.executable, "-m", "server", str(demo.model_path()), *draft])
+    return _serve([sys.executable, "-m", "server", str(demo.model_path()), *draft, *flags], environment)
+
+
+def start_ours() -> contextlib.AbstractContextManager[Server]:
+    """Run nwor-server on the stock engine."""
+    return _ours(**STOCK_ENGINE)
+
+
+def start_unobserved() -> contextlib.AbstractContextManager[Server]:
+    """Run nwor-server on the stock engine, without figures for each request."""
+    return _ours("--per-request-spec-decode-metrics", "none", **STOCK_ENGINE)
+
+
+def start_observed() -> contextlib.AbstractContextManager[Server]:
+    """Run nwor-server with all figures and the admin API, and the stock way to write the cache."""
+    return _ours("--nwor-mode", "off", NWOR_ADMIN_API_KEY="benchmark")
+
+
+def start_staging() -> contextlib.AbstractContextManager[Server]:
+    """Run nwor-server as it comes: mode ``stage``, all figures, the admin API."""
+    return _ours("--nwor-mode", "stage", NWOR_ADMIN_API_KEY="benchmark")
 
 
 def start_stock() -> contextlib.AbstractContextManager[Server]:
@@ -56,17 +82,16 @@ def start_stock() -> contextlib.AbstractContextManager[Server]:
     # package by the name of vllm.
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
     command += ["--model", str(demo.model_path())]
-    return _serve([*command, "--speculative-config", json.dumps(speculation)])
+    return _serve([*command, "--speculative-config", json.dumps(speculation)], STOCK_ENGINE)
 
 
 @contextlib.contextmanager
-def _serve(command: list[str]) -> Iterator[Server]:
+def _serve(command: list[str], extra: dict[str, str]) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = [*ENGINE_FLAGS, "--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
-    # The stock engine is to be stock: no plugin of ours.
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "NWOR_DISABLE": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **ENGINE_CORES, **extra}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [*command, *flags], stdout=log, stderr=log, env=environment, start_new_session=True
