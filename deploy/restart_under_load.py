@@ -13,8 +13,8 @@ Then ``$COMPOSE restart SERVICE`` (COMPOSE: "docker compose", or "podman-compose
 - its metrics have started from zero: they count what was sent since and nothing else, without a mismatch;
 - the mode is the configured one again, though another one was in force before.
 
-Needs Python 3.11 and nothing else. VLLM_API_KEY: a user's key, where the server wants one. Ends with 1 when
-anything was wrong.
+Needs Python 3.11 and nothing else. VLLM_API_KEY: a user's key, where the server wants one. NWOR_ADMIN_URL: where
+the admin API listens, if not on BASE_URL. Ends with 1 when anything was wrong.
 """
 
 from __future__ import annotations
@@ -73,11 +73,8 @@ class Answer:
 class Client:
     """HTTP with the standard library, one connection for each request."""
 
-    def __init__(self, url: str, api_key: str | None, admin_key: str) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise SystemExit(f"{url!r} is not a URL such as http://127.0.0.1:8000")
-        self._address = (parts.hostname, parts.port or 80)
+    def __init__(self, url: str, admin_url: str, api_key: str | None, admin_key: str) -> None:
+        self._public, self._admin = _address(url), _address(admin_url)
         self._keys = {"user": api_key, "admin": admin_key, "": None}
 
     def send(self, method: str, path: str, body: Any = None, key: str = "") -> tuple[int, bytes]:
@@ -88,8 +85,9 @@ class Client:
             Broken: it ended within the answer.
 
         """
-        connection = http.client.HTTPConnection(*self._address, timeout=ANSWER_SECONDS)
-        headers = {"Connection": "close"}
+        address = self._admin if path.startswith("/admin/") else self._public
+        connection = http.client.HTTPConnection(*address, timeout=ANSWER_SECONDS)
+        headers = {"Connection": "close"} | ({} if body is None else {"Content-Type": "application/json"})
         if token := self._keys[key]:
             headers["Authorization"] = f"Bearer {token}"
         try:
@@ -150,6 +148,13 @@ class Client:
                 name = f"mode:{mode.group(1)}"
             sums[name] += float(value)
         return dict(sums)
+
+
+def _address(url: str) -> tuple[str, int]:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise SystemExit(f"{url!r} is not a URL such as http://127.0.0.1:8000")
+    return parts.hostname, parts.port or 80
 
 
 def _events(body: bytes) -> list[dict[str, Any]]:
@@ -359,7 +364,9 @@ def main() -> int:
     admin_key = os.environ.get("NWOR_ADMIN_API_KEY")
     if not admin_key:
         parser.error("set NWOR_ADMIN_API_KEY to the server's admin key")
-    client = Client(args.url, os.environ.get("VLLM_API_KEY"), admin_key)
+    client = Client(
+        args.url, os.environ.get("NWOR_ADMIN_URL") or args.url, os.environ.get("VLLM_API_KEY"), admin_key
+    )
     check = Check()
     try:
         model = json.loads(client.read("/v1/models", key="user"))["data"][0]["id"]

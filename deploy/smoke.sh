@@ -3,6 +3,7 @@
 # one that fails and says what was wanted. Needs curl.
 #
 #   NWOR_ADMIN_API_KEY   the server's admin key; required: the mode is switched, and put back
+#   NWOR_ADMIN_URL       where the admin API listens, if not on BASE_URL (--admin-port)
 #   VLLM_API_KEY         a user's key, where the server wants one
 #   SMOKE_WAIT           seconds to wait for /health; default 0
 #   SMOKE_TIMEOUT        seconds that one answer may take; default 120
@@ -10,6 +11,8 @@ set -u
 
 [ $# -eq 1 ] || { echo "usage: NWOR_ADMIN_API_KEY=KEY smoke.sh BASE_URL" >&2; exit 2; }
 base=${1%/}
+admin_base=${NWOR_ADMIN_URL:-$base}
+admin_base=${admin_base%/}
 admin_key=${NWOR_ADMIN_API_KEY:-}
 user_key=${VLLM_API_KEY:-}
 [ -n "$admin_key" ] || { echo "smoke.sh: set NWOR_ADMIN_API_KEY to the server's admin key" >&2; exit 2; }
@@ -50,10 +53,11 @@ call() {
     if [ $# -gt 3 ]; then
         set -- "$1" "$2" "$3" -H 'Content-Type: application/json' --data "$4"
     fi
-    method=$2 path=$3
+    method=$2 url=$base$3
+    case $3 in /admin/*) url=$admin_base$3 ;; esac
     shift 3
     status=$(printf '%s\n' "$header" | curl -sS -K - -o "$body" -w '%{http_code}' --max-time "${SMOKE_TIMEOUT:-120}" \
-        -X "$method" "$@" "$base$path" 2> "$errors") || status="${status:-000}, curl ended with $?"
+        -X "$method" "$@" "$url" 2> "$errors") || status="${status:-000}, curl ended with $?"
 }
 want_status() { [ "$status" = "$1" ] || bad "status $1" "status $status"; }
 # The first number that stands behind "NAME": in $body.
@@ -141,6 +145,16 @@ mismatches=$(metric nwor_accounting_mismatches_total)
 mode=$(mode_in_force)
 [ -n "$mode" ] || bad "one of nwor_mode{mode=...} to be 1: NWOR in the engine" "none"
 good "mode $mode"
+
+if [ "$admin_base" != "$base" ]; then
+    say "the public port has no admin API"
+    elsewhere=$admin_base
+    admin_base=$base
+    call "$admin_key" GET /admin/nwor
+    admin_base=$elsewhere
+    want_status 404
+    good 404
+fi
 
 say "the admin API without a key is refused"
 call "" GET /admin/nwor
