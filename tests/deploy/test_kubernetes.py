@@ -169,10 +169,12 @@ def test_deployments_select_their_own_pods(overlay: str) -> None:
         assert matches(spec["selector"], spec["template"]["metadata"]["labels"])
 
 
-def peers(objects: list[Object], policy: Object) -> set[str]:
-    """Return who may come in: names of pod templates, and "namespaces:VALUE" for labelled namespaces."""
+def peers(objects: list[Object], policies: list[Object], port: str) -> set[str]:
+    """Return who reaches a port: names of pod templates, and "namespaces:VALUE" for labelled namespaces."""
     found: set[str] = set()
-    for rule in policy["spec"].get("ingress", []):
+    for rule in (rule for policy in policies for rule in policy["spec"].get("ingress", [])):
+        if "ports" in rule and port not in {entry["port"] for entry in rule["ports"]}:
+            continue
         for peer in rule["from"]:
             if "namespaceSelector" in peer:
                 (value,) = peer["namespaceSelector"]["matchLabels"].values()
@@ -182,32 +184,62 @@ def peers(objects: list[Object], policy: Object) -> set[str]:
     return found
 
 
+GROUP = {"LeaderWorkerSet/nwor/leader", "LeaderWorkerSet/nwor/worker"}
+CLIENTS, MONITORING = "namespaces:clients", "namespaces:monitoring"
+
+
 @overlays
-def test_who_reaches_an_engine(overlay: str) -> None:
+def test_who_reaches_which_port(overlay: str) -> None:
     objects = render(overlay)
     policies = of_kind(objects, "NetworkPolicy")
     assert policies["default-deny"]["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    reached = {}
     for name, template in pod_templates(objects).items():
         applied = [
             policy
             for policy in policies.values()
             if matches(policy["spec"]["podSelector"], template["metadata"]["labels"])
         ]
-        incoming = set().union(*(peers(objects, policy) for policy in applied))
-        for policy in applied:
-            for rule in policy["spec"].get("ingress", []):
-                for port in rule.get("ports", []):
-                    assert port["port"] in port_names(template)
-        if name == "Deployment/nwor-router":
-            assert incoming == {"namespaces:clients", "namespaces:monitoring"}
-        elif overlay == "production":
-            assert incoming == {"namespaces:monitoring", "Deployment/nwor", "Deployment/nwor-router"}
-        elif overlay == "multi-node":
-            group = {"LeaderWorkerSet/nwor/leader", "LeaderWorkerSet/nwor/worker"}
-            outside = {"namespaces:clients", "namespaces:monitoring"}
-            assert incoming == (group | outside if name.endswith("leader") else group)
-        else:
-            assert incoming == {"namespaces:clients", "namespaces:monitoring", "Deployment/nwor"}
+        named = {
+            entry["port"]
+            for policy in applied
+            for rule in policy["spec"].get("ingress", [])
+            for entry in rule.get("ports", [])
+        }
+        assert named <= set(port_names(template))
+        for port in port_names(template) or {"any": 0}:
+            reached[name, port] = peers(objects, applied, port)
+    if overlay == "multi-node":
+        assert reached == {
+            ("LeaderWorkerSet/nwor/leader", "http"): GROUP | {CLIENTS},
+            ("LeaderWorkerSet/nwor/leader", "admin"): GROUP | {MONITORING},
+            ("LeaderWorkerSet/nwor/worker", "any"): GROUP,
+        }
+    elif overlay == "production":
+        assert reached == {
+            ("Deployment/nwor", "http"): {"Deployment/nwor-router"},
+            ("Deployment/nwor", "admin"): {"Deployment/nwor", MONITORING},
+            ("Deployment/nwor-router", "http"): {CLIENTS, MONITORING},
+        }
+    else:
+        assert reached == {
+            ("Deployment/nwor", "http"): {CLIENTS},
+            ("Deployment/nwor", "admin"): {"Deployment/nwor", MONITORING},
+        }
+
+
+@overlays
+def test_the_admin_api_has_a_port_of_its_own(overlay: str) -> None:
+    found = settings(overlay)
+    ports = port_names(engine(overlay))
+    assert ports == {"http": int(found["port"]), "admin": int(found["admin-port"])}
+    services = of_kind(render(overlay), "Service")
+    assert [port["targetPort"] for port in services["nwor"]["spec"]["ports"]] == ["http"]
+    (inside,) = services["nwor-replicas"]["spec"]["ports"]
+    # Addresses of a headless service are those of pods: its port says nothing else than the pods' own.
+    assert (inside["targetPort"], inside["port"]) == ("admin", ports["admin"])
+    text = (KUBERNETES.parents[1] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    assert f"--resolve nwor-replicas:{ports['admin']}" in text
 
 
 def engine(overlay: str) -> Object:
@@ -283,7 +315,7 @@ def test_the_base_serves_the_demo_model(free_port: int) -> None:
 
 def test_the_leader_is_the_same_pod_as_a_single_server() -> None:
     """Written twice, since kustomize cannot put one pod into two kinds."""
-    single = pod_templates(render("single-node"))["Deployment/nwor"]["spec"]
+    single = pod_templates(render("gpu"))["Deployment/nwor"]["spec"]
     leader = pod_templates(render("multi-node"))["LeaderWorkerSet/nwor/leader"]["spec"]
     different = {"containers", "volumes", "tolerations", "topologySpreadConstraints"}
     assert {key: value for key, value in leader.items() if key not in different} == {
@@ -381,7 +413,7 @@ def test_prometheus_scrapes_each_engine_once_under_the_rules_job() -> None:
         for service in of_kind(objects, "Service").values()
         if matches(monitor["spec"]["selector"], service["metadata"]["labels"])
     ]
-    assert [service["metadata"]["name"] for service in chosen] == ["nwor"]
+    assert [service["metadata"]["name"] for service in chosen] == ["nwor-replicas"]
     assert chosen[0]["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "nwor"
     (endpoint,) = monitor["spec"]["endpoints"]
     assert endpoint["port"] in {port["name"] for port in chosen[0]["spec"]["ports"]}
