@@ -166,7 +166,10 @@ def serve(port: int, faults: tuple[str, ...]) -> None:
     if "keeps mode" in faults:
         server.mode = "off"
 
+    told = threading.Event()
+
     def stop() -> None:
+        told.wait()
         if "drops requests" in faults:
             # The script allows for connections that were never accepted: what is dropped has run for a while.
             while not any(time.monotonic() - begun > 0.8 for begun in list(server.running.values())):
@@ -174,7 +177,9 @@ def serve(port: int, faults: tuple[str, ...]) -> None:
             os._exit(0)
         server.shutdown()
 
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop).start())
+    # A handler that started the thread could deadlock: the main thread starts one for each request.
+    threading.Thread(target=stop, daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
     server.serve_forever(poll_interval=0.02)
     server.server_close()
 
