@@ -428,10 +428,3 @@ def test_the_rules_are_those_of_prometheus() -> None:
     )
     jobs = set(re.findall(r'job="([^"]*)"', str(rule["spec"])))
     assert jobs <= {"nwor"}
-
-
-def test_each_alert_has_a_section_of_its_own() -> None:
-    (rule,) = read(KUBERNETES / "components" / "monitoring" / "prometheusrule.yaml")
-    alerts = [one["alert"] for group in rule["spec"]["groups"] for one in group["rules"] if "alert" in one]
-    text = (KUBERNETES.parents[1] / "docs" / "operations.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^### (\w+)$", text, re.MULTILINE)) == sorted(alerts)
