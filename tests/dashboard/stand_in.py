@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from nwor.config import NworConfig
+from nwor.engine.worker import NworWorkerMixin
 from nwor.modes import Mode
 from nwor.state import RankState
 from server import admin, dashboard, http_errors
@@ -115,8 +116,16 @@ class Metrics:
         self.inc("nwor_kv_write_bytes_baseline", (windows + drafts) * TOKEN_BYTES, engine=engine)
 
 
+class Worker(NworWorkerMixin):
+    """What the admin routes call on a rank, on a state without a model."""
+
+    def __init__(self, rank: int, state: RankState) -> None:
+        self.rank = rank
+        self.model_runner = SimpleNamespace(nwor=SimpleNamespace(state=state))
+
+
 class Engine:
-    """Two ranks with real state, behind the one call that the admin routes make."""
+    """Two ranks, behind the one call that the admin routes make."""
 
     def __init__(self, on_mode: Any) -> None:
         settings = {"mode": "stage", "modes": ["off", "stage"]}
@@ -124,21 +133,14 @@ class Engine:
         self.errored = False
         self.on_mode = on_mode
         config = NworConfig.from_mapping(settings)
-        self.ranks = [RankState(config, config.mode) for _ in range(2)]
+        self.ranks = [RankState(config, config.mode, steps=7) for _ in range(2)]
+        self.workers = [Worker(rank, state) for rank, state in enumerate(self.ranks)]
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if self.errored:
             raise EngineDeadError
-        if method == "nwor_report":
-            return [{"rank": number, **state.report()} for number, state in enumerate(self.ranks)]
-        assert method == "nwor_set_mode"
-        answers = []
-        for number, state in enumerate(self.ranks):
-            old = state.switch(Mode.parse(args[0]))
-            answers.append(
-                {"rank": number, "old": old.value, "new": args[0], "step": 7, "switches": state.switches}
-            )
-        self.on_mode(args[0])
+        answers = [getattr(worker, method)(*args) for worker in self.workers]
+        self.on_mode(self.ranks[0].mode.value)
         return answers
 
 
@@ -190,7 +192,9 @@ class StandIn:
 
     def start(self) -> None:
         """Serve until :meth:`stop`."""
-        config = uvicorn.Config(self.app(), host="127.0.0.1", port=self.port, log_level="warning")
+        config = uvicorn.Config(
+            self.app(), host="127.0.0.1", port=self.port, log_level="warning", lifespan="off"
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()

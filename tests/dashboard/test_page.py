@@ -132,6 +132,18 @@ def test_a_dead_engine_behind_a_living_server(stand_in: StandIn, visit: Seen) ->
     stand_in.health = 503
     wait(page, "#state-text", "The engine is down")
     assert page.is_disabled("#modes button[data-mode=off]")
+    # An alert that changed at each look would be spoken each time.
+    said = text(page, "#alerts")
+    page.evaluate(
+        "() => new MutationObserver(() => document.body.dataset.spoken = 'again')"
+        ".observe(document.querySelector('#alerts'), { childList: true, subtree: true, characterData: true })"
+    )
+    before = text(page, "#updated")
+    page.wait_for_function(
+        "before => document.querySelector('#updated').textContent !== before", arg=before, timeout=SOON
+    )
+    assert text(page, "#alerts") == said
+    assert page.get_attribute("body", "data-spoken") is None
     stand_in.health = 200
     wait(page, "#state-text", "Live")
 

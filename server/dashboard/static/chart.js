@@ -218,7 +218,7 @@ export class Chart {
     const last = this.points.length - 1;
     if (last < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
     const at = this.cursor ?? last;
-    const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, PageUp: at - 10, PageDown: at + 10, Home: 0, End: last };
+    const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last };
     if (event.key === "Escape") {
       this.onCursor(null, null);
     } else if (event.key in moves) {

@@ -155,8 +155,10 @@ function showState(problem) {
   document.title = `${problem ? "(!) " : ""}NWOR${model ? ` · ${model}` : ""}`;
   const alerts = [];
   if (problem) {
-    const since = latest ? ` Figures below are of ${format.timeWithSeconds(latest.time)}.` : "";
-    alerts.push(`${problem}.${since} Asking again every ${INTERVAL / 1000} seconds.`);
+    // No time that goes on: each change of an alert is spoken.
+    const old = latest ? ` Figures below are of ${format.timeWithSeconds(latest.time)}.` : "";
+    const what = missed ? old : " The server still answers, but serves no requests.";
+    alerts.push(`${problem}.${what} Asking again every ${INTERVAL / 1000} seconds.`);
   }
   for (const [figure, times] of derive(history.total).mismatches) {
     alerts.push(`Accounting mismatch: “${figure}” did not agree ${format.count(times)} times. This is a fault; please report it.`);
