@@ -84,6 +84,7 @@ ENTRYPOINT ["/usr/bin/tini", "--", "/usr/local/bin/nwor-entrypoint"]
 FROM ${CUDA_TOOLKIT_IMAGE} AS cuda-toolkit
 
 FROM ${VLLM_IMAGE} AS cuda-builder
+# Nothing runs in this stage but the build.
 # hadolint ignore=DL3002
 USER 0:0
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_BREAK_SYSTEM_PACKAGES=1
@@ -109,6 +110,7 @@ RUN CUDA_HOME=/usr/local/cuda-13.0 NWOR_CUDA=ON python3 -m pip wheel --no-build-
 # ---- cuda: vLLM's own image with one wheel more ----
 FROM ${VLLM_IMAGE} AS cuda
 USER 0:0
+# Pinned but for the distribution's own suffix, which hadolint does not see as a pin.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends tini=0.19.0-1* \
