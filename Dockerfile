@@ -110,8 +110,6 @@ RUN CUDA_HOME=/usr/local/cuda-13.0 NWOR_CUDA=ON python3 -m pip wheel --no-build-
 # ---- cuda: vLLM's own image with one wheel more ----
 FROM ${VLLM_IMAGE} AS cuda
 USER 0:0
-# Pinned but for the distribution's own suffix, which hadolint does not see as a pin.
-# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends tini=0.19.0-1* \
     && rm -rf /var/lib/apt/lists/* \
