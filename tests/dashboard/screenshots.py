@@ -44,7 +44,9 @@ def main(url: str, seconds: float) -> None:
         for name, page in pages:
             picture = Image.open(io.BytesIO(page.screenshot()))
             path = FOLDER / f"{name}.png"
-            picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+            picture.convert("RGB").quantize(
+                128, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+            ).save(path, optimize=True)
             print(path.name, path.stat().st_size, "bytes")
         browser.close()
 
