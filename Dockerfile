@@ -131,6 +131,7 @@ ENV PYTHONDONTWRITEBYTECODE=1 \
     VLLM_CONFIG_ROOT=/var/cache/nwor/vllm-config \
     XDG_CACHE_HOME=/var/cache/nwor \
     TRITON_CACHE_DIR=/var/cache/nwor/triton \
+    TORCHINDUCTOR_CACHE_DIR=/var/cache/nwor/inductor \
     FLASHINFER_WORKSPACE_BASE=/var/cache/nwor
 RUN python3 /usr/local/lib/nwor/licences.py > /usr/share/licenses/nwor/python-packages.tsv
 USER 10001:10001

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ CONTAINER = ROOT / "deploy" / "container"
 DOCKERFILE = ROOT / "Dockerfile"
 IMAGE = os.environ.get("NWOR_CPU_IMAGE", "nwor-server:cpu")
 FINAL_STAGES = ("cpu", "cuda")
+
+Entrypoint = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def instructions() -> dict[str, list[tuple[str, str]]]:
@@ -127,7 +130,7 @@ def test_hadolint_finds_nothing() -> None:
 
 
 @pytest.fixture
-def entrypoint(tmp_path: Path) -> object:
+def entrypoint(tmp_path: Path) -> Entrypoint:
     """Run the entry point with a server that tells what it was given."""
     stub = tmp_path / "nwor-server"
     show = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
@@ -159,20 +162,22 @@ def entrypoint(tmp_path: Path) -> object:
         (("--version",), None, "--version"),
     ],
 )
-def test_the_entry_points_command_line(entrypoint, words, variable, got) -> None:  # type: ignore[no-untyped-def]
+def test_the_entry_points_command_line(
+    entrypoint: Entrypoint, words: tuple[str, ...], variable: str | None, got: str
+) -> None:
     result = entrypoint(*words, **({} if variable is None else {"NWOR_ARGS": variable}))
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)[0] == got.split()
 
 
-def test_words_with_blanks_stay_whole(entrypoint) -> None:  # type: ignore[no-untyped-def]
+def test_words_with_blanks_stay_whole(entrypoint: Entrypoint) -> None:
     result = entrypoint("m", "--override", '{"a": 1}')
     assert json.loads(result.stdout)[0][:3] == ["m", "--override", '{"a": 1}']
 
 
 @pytest.mark.parametrize("name", ["NWOR_ADMIN_API_KEY", "VLLM_API_KEY"])
-def test_a_key_in_a_file_reaches_the_environment_and_no_command_line(  # type: ignore[no-untyped-def]
-    entrypoint, tmp_path: Path, name: str
+def test_a_key_in_a_file_reaches_the_environment_and_no_command_line(
+    entrypoint: Entrypoint, tmp_path: Path, name: str
 ) -> None:
     file = tmp_path / "key"
     file.write_text("s3cret\n")
@@ -183,7 +188,7 @@ def test_a_key_in_a_file_reaches_the_environment_and_no_command_line(  # type: i
     assert environment[name] == "plain"
 
 
-def test_an_empty_file_is_no_key(entrypoint, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_an_empty_file_is_no_key(entrypoint: Entrypoint, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("\n")
     _, environment = json.loads(entrypoint("--demo", VLLM_API_KEY_FILE=str(tmp_path / "key")).stdout)
     assert "VLLM_API_KEY" not in environment
@@ -198,8 +203,8 @@ def test_an_empty_file_is_no_key(entrypoint, tmp_path: Path) -> None:  # type: i
         ("key", "other", "both set"),
     ],
 )
-def test_a_key_that_cannot_be_taken_ends_the_start(  # type: ignore[no-untyped-def]
-    entrypoint, tmp_path: Path, content: str | None, plain: str, problem: str
+def test_a_key_that_cannot_be_taken_ends_the_start(
+    entrypoint: Entrypoint, tmp_path: Path, content: str | None, plain: str, problem: str
 ) -> None:
     file = tmp_path / "key"
     if content is not None:
