@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,9 @@ from nwor.modes import Mode
 from nwor.tally import Tally, WindowKind
 
 logger = logging.getLogger(__name__)
+
+#: Changes that are remembered.
+_KEPT_CHANGES = 20
 
 
 @dataclass
@@ -35,6 +38,7 @@ class RankState:
         capture_bytes: device memory that those graphs took.
         tally: all windows since the start or the last reset.
         windows: windows since the start.
+        changes: the latest changes that somebody asked for, oldest first: when, by which key, what.
 
     """
 
@@ -52,6 +56,7 @@ class RankState:
     capture_bytes: int = 0
     tally: Tally = field(default_factory=Tally)
     windows: int = 0
+    changes: list[dict[str, str]] = field(default_factory=list)
     _logged: set[str] = field(default_factory=set)
 
     def switch(self, mode: Mode) -> Mode:
@@ -72,6 +77,19 @@ class RankState:
         if mode is not Mode.OFF:
             self.fault = None
         return old
+
+    def note(self, asked: Mapping[str, str], what: str) -> None:
+        """Remember a change.
+
+        It is kept here, where every API server process finds it.
+
+        Args:
+            asked: who asked for it and when (``key``, ``when``); empty where nobody is known.
+            what: what changed.
+
+        """
+        if asked:
+            self.changes = [*self.changes, {**asked, "what": what}][-_KEPT_CHANGES:]
 
     def fail(self, where: str, error: BaseException) -> None:
         """Turn NWOR off after an error in ``where``; the engine goes on with direct writes."""
@@ -128,6 +146,7 @@ class RankState:
             "self_checks": self.self_checks,
             "capture_seconds": self.capture_seconds,
             "capture_bytes": self.capture_bytes,
+            "changes": self.changes,
             "counts": {
                 **vars(counts),
                 "rejected_tokens": counts.rejected_tokens,

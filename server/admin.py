@@ -30,8 +30,6 @@ logger = logging.getLogger("vllm.nwor.admin")
 
 #: Seconds that the ranks have to answer: a call waits for the step that runs.
 RPC_TIMEOUT = 60.0
-#: Changes that GET shows.
-_KEPT_CHANGES = 20
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -71,7 +69,6 @@ class Admin:
         self._config: NworConfig | None = None
         self._metrics: NworStatLogger | None = None
         self._lock = asyncio.Lock()
-        self._changes: list[dict[str, Any]] = []
 
     def connect(self, engine: Any, metrics: NworStatLogger | None) -> None:
         """Take the engine, before the first request comes.
@@ -120,9 +117,9 @@ class Admin:
             return {"enabled": False, "detail": _absent()}
         ranks = await self._call("nwor_report")
         ranks.sort(key=lambda rank: rank["rank"])
-        counts = ranks[0]["counts"]
+        counts, changes = ranks[0]["counts"], ranks[0]["changes"]
         for rank in ranks:
-            del rank["counts"]
+            del rank["counts"], rank["changes"]
         verdicts = {json.dumps([rank["mode"], rank["fault"], rank["unsupported"]]) for rank in ranks}
         return {
             "enabled": True,
@@ -136,7 +133,7 @@ class Admin:
                 "bytes": sum(rank["capture_bytes"] for rank in ranks),
             },
             "ranks": ranks,
-            "changes": self._changes,
+            "changes": changes,
         }
 
     async def switch(self, body: bytes, key_id: str) -> dict[str, Any]:
@@ -164,13 +161,14 @@ class Admin:
                 param="mode",
             )
         async with self._lock:
-            ranks = await self._call("nwor_set_mode", mode.value)
+            asked = _asked(key_id)
+            ranks = await self._call("nwor_set_mode", mode.value, asked)
             ranks.sort(key=lambda rank: rank["rank"])
             first = ranks[0]
             change = {"old": first["old"], "new": first["new"], "step": first["step"]}
             if self._metrics is not None:
                 self._metrics.switched(first["old"], first["new"], first["switches"])
-            self._note("switched the mode from {old} to {new} at verify step {step}", key_id, change)
+            logger.info("Admin key %s %s (%s).", key_id, first["what"], asked["when"])
         return {**change, "ranks": len(ranks)}
 
     async def reset(self, key_id: str) -> dict[str, Any]:
@@ -183,15 +181,10 @@ class Admin:
         if self._config is None:
             raise Refusal(HTTPStatus.CONFLICT, _absent(), "ConflictError")
         async with self._lock:
-            ranks = await self._call("nwor_reset_stats")
-            self._note("reset the counters", key_id, {})
+            asked = _asked(key_id)
+            ranks = await self._call("nwor_reset_stats", asked)
+            logger.info("Admin key %s reset the counters (%s).", key_id, asked["when"])
         return {"reset": True, "ranks": len(ranks)}
-
-    def _note(self, text: str, key_id: str, change: dict[str, Any]) -> None:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        what = text.format(**change)
-        logger.info("Admin key %s %s (%s).", key_id, what, now)
-        self._changes = [*self._changes, {"when": now, "key": key_id, "what": what}][-_KEPT_CHANGES:]
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
         if self._engine.errored:
@@ -207,6 +200,12 @@ class Admin:
                 "ServiceUnavailableError",
             ) from error
         return list(answers)
+
+
+def _asked(key_id: str) -> dict[str, str]:
+    """Return who asks and when, as the ranks remember it."""
+    now = datetime.datetime.now(datetime.UTC)
+    return {"when": now.isoformat(timespec="seconds"), "key": key_id}
 
 
 def _dead() -> Refusal:

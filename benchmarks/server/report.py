@@ -100,7 +100,7 @@ def write_report(
         "",
         f"{settings['model']}; streaming completions of {settings['max_tokens']} tokens, greedy; both "
         f"engines on the same core; {settings['rounds']} alternating rounds. Ratios are geometric means over "
-        f"the rounds, with their 95% intervals (resampled rounds); above 1, {settings['ours']} is the better. "
+        f"the rounds, with their 95% intervals (resampled rounds); above 1, the second server is the better. "
         f"Target: {settings['target']} or more.",
         "",
         f"| concurrency | figure | {settings['baseline']} | {settings['ours']} | ratio | 95% interval |",

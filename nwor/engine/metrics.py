@@ -27,6 +27,7 @@ class NworStatLogger(AggregateStatLoggerBase):
         config = NworConfig.from_additional_config(vllm_config.additional_config)
         self.enabled = config is not None
         self._switches = dict.fromkeys(engine_indexes, 0)
+        self._modes: dict[int, str] = {}
         self._children: dict[tuple[Any, tuple[str, ...]], Any] = {}
         if config is None:
             return
@@ -102,7 +103,9 @@ class NworStatLogger(AggregateStatLoggerBase):
         # A step that began before a switch may report after it.
         if new.mode and new.switches >= self._switches.get(engine_idx, 0):
             self._switches[engine_idx] = new.switches
-            self.set_mode(new.mode, engine_idx)
+            # Only what is new here: another API server process may know of a later switch.
+            if new.mode != self._modes.get(engine_idx):
+                self.set_mode(new.mode, engine_idx)
 
     def _child(self, metric: Any, *labels: str) -> Any:
         """Return ``metric.labels(...)``, looked up once: this runs in every step."""
@@ -145,6 +148,7 @@ class NworStatLogger(AggregateStatLoggerBase):
 
     def set_mode(self, mode: str, engine: int) -> None:
         """Show the mode in force of an engine."""
+        self._modes[engine] = mode
         for known in Mode:
             self._child(self._mode, self._model, str(engine), known.value).set(known.value == mode)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from nwor.engine.rank import Rank
@@ -19,29 +21,38 @@ class NworWorkerMixin:
         rank: Rank = self.model_runner.nwor
         return rank
 
-    def nwor_set_mode(self, mode: str) -> dict[str, Any]:
+    def nwor_set_mode(self, mode: str, asked: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
         """Put a mode in force from the next step on.
 
+        Args:
+            mode: the mode.
+            asked: who asked for it and when, for the list of changes.
+
         Returns:
-            This rank's number, the old mode, the new one, and the number of verify steps so far.
+            This rank's number, the old mode, the new one, the number of verify steps so far, and what was
+            changed in words.
 
         Raises:
             ConfigError: for an unknown mode, or one that was not enabled at start-up.
 
         """
-        old = self._nwor.state.switch(Mode.parse(mode))
         state = self._nwor.state
+        old = state.switch(Mode.parse(mode))
+        what = f"switched the mode from {old.value} to {state.mode.value} at verify step {state.steps}"
+        state.note(asked, what)
         return {
             "rank": self.rank,
             "old": old.value,
             "new": state.mode.value,
             "step": state.steps,
             "switches": state.switches,
+            "what": what,
         }
 
-    def nwor_reset_stats(self) -> int:
+    def nwor_reset_stats(self, asked: Mapping[str, str] = MappingProxyType({})) -> int:
         """Start this rank's counters anew and return its number; the metrics of the server go on."""
         self._nwor.state.reset()
+        self._nwor.state.note(asked, "reset the counters")
         return self.rank
 
     def nwor_report(self) -> dict[str, Any]:

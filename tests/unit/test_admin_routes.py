@@ -49,12 +49,16 @@ class Engine:
                 answers.append({"rank": number, **state.report()})
             elif method == "nwor_reset_stats":
                 state.reset()
+                state.note(args[0], "reset the counters")
                 answers.append(number)
             else:
                 assert method == "nwor_set_mode"
                 old = state.switch(Mode.parse(args[0]))
+                what = f"switched the mode from {old.value} to {args[0]} at verify step 7"
+                state.note(args[1], what)
                 answers.append(
-                    {"rank": number, "old": old.value, "new": args[0], "step": 7, "switches": state.switches}
+                    {"rank": number, "old": old.value, "new": args[0], "step": 7, "what": what}
+                    | {"switches": state.switches}
                 )
         return answers[::-1]
 
