@@ -33,7 +33,7 @@ class FleetError(Exception):
     """No replica could be found; the message says where was looked."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Replica:
     """One server.
 
@@ -91,7 +91,7 @@ def find_replicas(urls: Iterable[str], names: Iterable[str]) -> list[Replica]:
         FleetError: a name does not resolve.
 
     """
-    found = {Replica(url.rstrip("/")) for url in urls}
+    found = {url: Replica(url) for url in (given.rstrip("/") for given in urls)}
     for name in names:
         address = httpx.URL(name if "://" in name else f"http://{name}")
         port = address.port or DEFAULT_PORT
@@ -101,8 +101,9 @@ def find_replicas(urls: Iterable[str], names: Iterable[str]) -> list[Replica]:
             raise FleetError(f"{address.host} does not resolve: {error}") from error
         for family, _, _, _, where in entries:
             host = f"[{where[0]}]" if family == socket.AF_INET6 else where[0]
-            found.add(Replica(f"{address.scheme}://{host}:{port}", address.host))
-    return sorted(found)
+            url = f"{address.scheme}://{host}:{port}"
+            found.setdefault(url, Replica(url, address.host))
+    return [found[url] for url in sorted(found)]
 
 
 class Fleet:

@@ -318,6 +318,8 @@ def test_names_have_port_8000_and_may_have_tls(monkeypatch: pytest.MonkeyPatch, 
         "https://127.0.0.2:8443", "replicas.test"
     )
     assert fleet.find_replicas(["http://[::1]:9/", "http://[::1]:9"], []) == [fleet.Replica("http://[::1]:9")]
+    both = fleet.find_replicas(["http://127.0.0.2:8000", "http://a"], ["replicas.test"])
+    assert [replica.url for replica in both] == ["http://127.0.0.2:8000", "http://a"]
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the command openssl to make a certificate")
