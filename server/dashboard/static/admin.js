@@ -34,7 +34,8 @@ export class Admin {
       event.preventDefault();
       this.#unlock();
     });
-    for (const button of this.buttons) button.addEventListener("click", () => this.#switch(button.dataset.mode));
+    for (const button of this.buttons)
+      button.addEventListener("click", () => this.#switch(button.dataset.mode));
     document.getElementById("forget").addEventListener("click", () => {
       this.#lock();
       this.#say("The key is forgotten.");
@@ -65,7 +66,8 @@ export class Admin {
       this.#say(this.#report.enabled ? "Unlocked." : "");
       if (!this.#report.enabled) this.#fail(this.#report.detail);
     });
-    const next = this.#key === null ? this.input : (this.buttons.find((button) => !button.disabled) ?? this.input);
+    const next =
+      this.#key === null ? this.input : (this.buttons.find((button) => !button.disabled) ?? this.input);
     next.focus();
   }
 
@@ -75,7 +77,11 @@ export class Admin {
       const { old, new: now, step, ranks } = await ask("PUT", this.#key, { mode });
       this.#mode = now;
       const where = `on ${ranks} rank${ranks === 1 ? "" : "s"}`;
-      this.#say(old === now ? `${now} was in force already, ${where}.` : `${old} → ${now} at verify step ${step}, ${where}.`);
+      this.#say(
+        old === now
+          ? `${now} was in force already, ${where}.`
+          : `${old} → ${now} at verify step ${step}, ${where}.`,
+      );
       this.#report = await ask("GET", this.#key);
       this.onSwitched();
     });
@@ -136,20 +142,29 @@ export class Admin {
 
   #renderReport({ enabled, ranks = [], ranks_agree: agree = true, changes = [] }) {
     const parts = [];
-    if (enabled) parts.push(ranks.length === 1 ? "One rank." : `${ranks.length} ranks, ${agree ? "in agreement" : "which do not agree"}.`);
+    if (enabled)
+      parts.push(
+        ranks.length === 1
+          ? "One rank."
+          : `${ranks.length} ranks, ${agree ? "in agreement" : "which do not agree"}.`,
+      );
     for (const rank of ranks) {
       if (rank.unsupported) parts.push(`Rank ${rank.rank} can stage nothing: ${rank.unsupported}.`);
-      if (rank.fault) parts.push(`Rank ${rank.rank} was turned off by a fault: ${rank.fault}. Switching clears it.`);
+      if (rank.fault)
+        parts.push(`Rank ${rank.rank} was turned off by a fault: ${rank.fault}. Switching clears it.`);
     }
     document.getElementById("ranks-text").textContent = parts.join(" ");
-    const items = changes.slice(-4).reverse().map(({ when, key, what }) => {
-      const item = document.createElement("li");
-      const time = document.createElement("time");
-      time.dateTime = when;
-      time.textContent = new Date(when).toLocaleTimeString("en", { hourCycle: "h23" });
-      item.append(time, ` ${what} (key ${key})`);
-      return item;
-    });
+    const items = changes
+      .slice(-4)
+      .reverse()
+      .map(({ when, key, what }) => {
+        const item = document.createElement("li");
+        const time = document.createElement("time");
+        time.dateTime = when;
+        time.textContent = new Date(when).toLocaleTimeString("en", { hourCycle: "h23" });
+        item.append(time, ` ${what} (key ${key})`);
+        return item;
+      });
     if (!items.length) {
       const item = document.createElement("li");
       item.textContent = "None since the start.";

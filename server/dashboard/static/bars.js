@@ -29,8 +29,13 @@ export class Bars {
   show(period, start, words) {
     this.period = period;
     this.start = start;
-    const text = start.map((share, index) => `position ${index + 1}: ${percent(period[index])}, since start ${percent(share)}`);
-    this.frame.setAttribute("aria-label", `Acceptance by position, ${words}. ${text.join("; ") || "No draft tokens yet"}.`);
+    const text = start.map(
+      (share, index) => `position ${index + 1}: ${percent(period[index])}, since start ${percent(share)}`,
+    );
+    this.frame.setAttribute(
+      "aria-label",
+      `Acceptance by position, ${words}. ${text.join("; ") || "No draft tokens yet"}.`,
+    );
     this.#draw();
   }
 
@@ -46,7 +51,10 @@ export class Bars {
     for (const mark of [0, 0.5, 1]) {
       const at = Math.round(y(mark)) + 0.5;
       svg("path", { d: `M${MARGIN.left} ${at}H${right}`, class: mark === 0 ? "axis" : "grid" }, this.root);
-      svg("text", { x: MARGIN.left - 8, y: at + 4, class: "tick end" }, this.root).textContent = percent(mark, 0);
+      svg("text", { x: MARGIN.left - 8, y: at + 4, class: "tick end" }, this.root).textContent = percent(
+        mark,
+        0,
+      );
     }
     const slot = (right - MARGIN.left) / Math.max(1, this.start.length);
     const bar = Math.min(44, slot * 0.56);
@@ -57,7 +65,11 @@ export class Bars {
       const share = this.period[index];
       if (share !== null && share !== undefined) {
         const top = y(share);
-        svg("rect", { x: middle - bar / 2, y: top, width: bar, height: Math.max(0, bottom - top), class: "bar" }, this.root);
+        svg(
+          "rect",
+          { x: middle - bar / 2, y: top, width: bar, height: Math.max(0, bottom - top), class: "bar" },
+          this.root,
+        );
       }
       if (start !== null) {
         svg("path", { d: `M${middle - bar / 2 - 5} ${y(start)}h${bar + 10}`, class: "mark" }, this.root);
@@ -68,7 +80,9 @@ export class Bars {
         svg("text", label, this.root).textContent = percent(share, 0);
       }
       if (slot >= 16 || index % 4 === 0) {
-        svg("text", { x: middle, y: bottom + 16, class: "tick middle" }, this.root).textContent = String(index + 1);
+        svg("text", { x: middle, y: bottom + 16, class: "tick middle" }, this.root).textContent = String(
+          index + 1,
+        );
       }
     });
     const axis = { x: (MARGIN.left + right) / 2, y: height - 3, class: "tick middle" };

@@ -169,8 +169,12 @@ export class Chart {
     if (!this.options.between) return;
     const [upper, lower] = this.options.between;
     for (const run of this.#runs(upper, lower)) {
-      for (const [style, sign] of [["saved", 1], ["extra", -1]]) {
-        const edge = ({ time, values }, value) => `${this.x(time).toFixed(1)} ${this.y(value(values)).toFixed(1)}`;
+      for (const [style, sign] of [
+        ["saved", 1],
+        ["extra", -1],
+      ]) {
+        const edge = ({ time, values }, value) =>
+          `${this.x(time).toFixed(1)} ${this.y(value(values)).toFixed(1)}`;
         const low = (values) => values[lower];
         const high = (values) => (sign * (values[upper] - values[lower]) > 0 ? values[upper] : values[lower]);
         const there = run.map((point) => edge(point, high));
@@ -190,9 +194,15 @@ export class Chart {
       words.push(`${label} ${text}`);
     }
     this.clock.textContent = this.cursor === null ? "" : timeWithSeconds(point.time);
-    this.frame.setAttribute("aria-label", `${title}. Latest: ${words.join(", ")}. Arrow keys read earlier values.`);
+    this.frame.setAttribute(
+      "aria-label",
+      `${title}. Latest: ${words.join(", ")}. Arrow keys read earlier values.`,
+    );
     if (!this.rule) return;
-    this.rule.setAttribute("d", this.cursor === null ? "" : `M${this.x(point.time)} ${this.y(0)}V${MARGIN.top}`);
+    this.rule.setAttribute(
+      "d",
+      this.cursor === null ? "" : `M${this.x(point.time)} ${this.y(0)}V${MARGIN.top}`,
+    );
     this.dots.forEach((dot, index) => {
       const value = point?.values[series[index].key];
       const visible = this.cursor !== null && Number.isFinite(value);

@@ -41,7 +41,11 @@ export function read(samples) {
   }
   const caches = of("vllm:kv_cache_usage_perc");
   const held = of("nwor_staging_held_bytes");
-  const modes = new Set(of("nwor_mode").filter((s) => s.value === 1).map((s) => s.labels.mode));
+  const modes = new Set(
+    of("nwor_mode")
+      .filter((s) => s.value === 1)
+      .map((s) => s.labels.mode),
+  );
   return {
     hasStatistics: samples.has("vllm:num_requests_running"),
     hasSpeculation: samples.has("vllm:spec_decode_num_drafts_total"),
@@ -62,7 +66,9 @@ export function read(samples) {
 export function derive(amounts) {
   const get = (figure) => amounts.get(figure) ?? 0;
   const under = (prefix) =>
-    [...amounts].filter(([name]) => name.startsWith(prefix)).map(([name, value]) => [name.slice(prefix.length), value]);
+    [...amounts]
+      .filter(([name]) => name.startsWith(prefix))
+      .map(([name, value]) => [name.slice(prefix.length), value]);
   const paths = new Map(under("bytes."));
   const written = [...paths.values()].reduce((total, value) => total + value, 0);
   const share = (part, whole) => (whole > 0 ? part / whole : null);

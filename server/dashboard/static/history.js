@@ -58,7 +58,10 @@ export class History {
   over(span) {
     const end = this.latest;
     if (!end) return new Map();
-    return difference(end, this.points.find((point) => point.time >= end.time - span));
+    return difference(
+      end,
+      this.points.find((point) => point.time >= end.time - span),
+    );
   }
 
   /**

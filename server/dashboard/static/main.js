@@ -161,7 +161,9 @@ function showState(problem) {
     alerts.push(`${problem}.${what} Asking again every ${INTERVAL / 1000} seconds.`);
   }
   for (const [figure, times] of derive(history.total).mismatches) {
-    alerts.push(`Accounting mismatch: “${figure}” did not agree ${format.count(times)} times. This is a fault; please report it.`);
+    alerts.push(
+      `Accounting mismatch: “${figure}” did not agree ${format.count(times)} times. This is a fault; please report it.`,
+    );
   }
   fill("alerts", alerts, "banner bad");
   fill("notes", latest ? missingParts(latest.now) : [], "banner");
@@ -178,9 +180,16 @@ function currentMode() {
 }
 
 function missingParts(now) {
-  if (!now.hasStatistics) return ["This server keeps no statistics: it was started with --disable-log-stats."];
-  if (!now.hasSpeculation) return ["This server does not speculate, so there is nothing to accept or reject: start it with --draft."];
-  if (!now.hasNwor) return ["This engine has no NWOR: it was started with --no-nwor, or could not have it. All windows are written directly."];
+  if (!now.hasStatistics)
+    return ["This server keeps no statistics: it was started with --disable-log-stats."];
+  if (!now.hasSpeculation)
+    return [
+      "This server does not speculate, so there is nothing to accept or reject: start it with --draft.",
+    ];
+  if (!now.hasNwor)
+    return [
+      "This engine has no NWOR: it was started with --no-nwor, or could not have it. All windows are written directly.",
+    ];
   return [];
 }
 
@@ -210,7 +219,8 @@ function render() {
   const { now } = latest;
 
   setText("acceptance", format.percent(recent.acceptance));
-  const steps = recent.tokensPerStep === null ? "no draft tokens" : `${recent.tokensPerStep.toFixed(2)} tokens a step`;
+  const steps =
+    recent.tokensPerStep === null ? "no draft tokens" : `${recent.tokensPerStep.toFixed(2)} tokens a step`;
   setText("acceptance-more", `${steps} in the ${words}`);
   setText("acceptance-start", `${format.percent(total.acceptance)} since the start`);
   setText("saved", format.percent(recent.saved));
@@ -218,7 +228,10 @@ function render() {
   setText("saved-more", `${format.bytes(recent.written)} written for ${format.bytes(recent.baseline)}`);
   setText("saved-start", `${format.percent(total.saved)} since the start`);
   const output = rates.map((point) => point.rates?.get("outputTokens") ?? 0);
-  setText("output", `${format.number(latest.afterGap ? null : (rates.at(-1).rates?.get("outputTokens") ?? null))}`);
+  setText(
+    "output",
+    `${format.number(latest.afterGap ? null : (rates.at(-1).rates?.get("outputTokens") ?? null))}`,
+  );
   setText("output-more", `at most ${format.number(Math.max(...output))} in the ${words}`);
   setText("output-start", `${format.number(total.outputTokens)} tokens since the start`);
   setText("requests", format.count(now.running));
@@ -228,7 +241,10 @@ function render() {
   const first = history.points[0].time;
   const range = [Math.max(latest.time - span, Math.min(first, latest.time - SHORTEST_RANGE)), latest.time];
   for (const { chart, values } of charts.values()) {
-    chart.show(rates.map((point) => ({ time: point.time, afterGap: point.afterGap, values: values(point) })), range);
+    chart.show(
+      rates.map((point) => ({ time: point.time, afterGap: point.afterGap, values: values(point) })),
+      range,
+    );
   }
   setText("positions-period", words);
   bars.show(recent.positions, total.positions, words);
@@ -270,7 +286,10 @@ function rows(id, lines) {
 function renderPaths(recent, total) {
   const lines = Object.entries(PATHS)
     .filter(([path]) => path === "commit" || path === "direct" || total.paths.get(path) > 0)
-    .map(([path, head]) => ({ head, cells: [recent, total].map(({ paths }) => format.bytes(paths.get(path) ?? 0)) }));
+    .map(([path, head]) => ({
+      head,
+      cells: [recent, total].map(({ paths }) => format.bytes(paths.get(path) ?? 0)),
+    }));
   const sums = [recent, total];
   lines.push({ head: "Written in all", className: "sum", cells: sums.map((of) => format.bytes(of.written)) });
   lines.push({ head: "Direct writes would be", cells: sums.map((of) => format.bytes(of.baseline)) });
@@ -302,8 +321,12 @@ function renderAccounting(total, now) {
   byId("accounting").classList.toggle("bad", wrong > 0);
   setText("accounting", wrong > 0 ? `${format.count(wrong)} mismatches` : "Agrees");
   const windows = `${format.count(total.windows)} windows counted since the start`;
-  const held = now.held === null ? "" : `; ${format.bytes(now.held)} kept outside the cache by the latest step`;
-  setText("accounting-more", `${windows}${held}. The workers’ counts are compared with vLLM’s own at each step.`);
+  const held =
+    now.held === null ? "" : `; ${format.bytes(now.held)} kept outside the cache by the latest step`;
+  setText(
+    "accounting-more",
+    `${windows}${held}. The workers’ counts are compared with vLLM’s own at each step.`,
+  );
 }
 
 get("dashboard/reasons.json").then(async ({ answer }) => {
