@@ -31,8 +31,10 @@ export class Chart {
   /**
    * @param {HTMLElement} host gets legend and drawing
    * @param {{title: string, format: (value: number) => string, axis?: (value: number) => string,
-   *   top?: number, least?: number, series: {key: string, label: string, style: string}[], between?: [string, string]}} options
-   *   `axis` writes values of the axis, where they differ from those of the read-out; `top` fixes the axis' end, `least` is the smallest one; the area between two series may be filled
+   *   top?: number, least?: number, series: {key: string, label: string, style: string}[],
+   *   between?: [string, string]}} options
+   *   `axis` writes values of the axis, where they differ from those of the read-out; `top` fixes the axis'
+   *   end, `least` is the smallest one; the area between two series may be filled
    * @param {(index: number | null, spoken: string | null) => void} onCursor called when the read-out moves;
    *   with words when it was moved by keyboard
    */
