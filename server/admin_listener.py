@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import socket
 from dataclasses import dataclass
 
@@ -99,5 +100,8 @@ def create_admin_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     dashboard.install(app)
     app.include_router(health.router)
     app.add_middleware(BodyLimitMiddleware, limit=args.max_body_size)
-    app.router.routes.append(Mount("/metrics", make_asgi_app(registry=get_prometheus_registry())))
+    metrics = Mount("/metrics", make_asgi_app(registry=get_prometheus_registry()))
+    # Without the slash too, as on the public port.
+    metrics.path_regex = re.compile("^/metrics(?P<path>.*)$")
+    app.router.routes.append(metrics)
     return app

@@ -62,7 +62,7 @@ def test_both_listeners_answer_what_is_theirs(
     assert admin.get("/admin/nwor", headers=HEADERS).json()["mode"] == "stage"
     assert "<html" in admin.get("/dashboard").text
     assert admin.get("/health").status_code == 200
-    metrics = admin.get("/metrics", follow_redirects=True).text
+    metrics = admin.get("/metrics").text
     assert "nwor_windows_total{" in metrics
     assert "vllm:generation_tokens_total{" in metrics
 
