@@ -104,33 +104,12 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
         """Attend: the window's rows by ``nwor.verify_attention``, the others by the stock kernel."""
         binding = self.nwor
         if binding is None or attn_metadata is None or not binding.window.staging:
-            return super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
-        batch = binding.batch
-        requests, tokens = batch.num_requests, batch.num_tokens
-        try:
-            binding.attend(
-                query[:tokens],
-                key[:tokens],
-                value[:tokens],
-                attn_metadata.block_table[:requests],
-                attn_metadata.query_start_loc[: requests + 1],
-                attn_metadata.seq_lens[:requests],
-                output[:tokens],
-            )
-        except Exception as error:
-            # Writes what was held back so far; from here on the step is a stock step.
-            binding.give_up("verify attention", error)
+            scales = (output_scale, output_block_scale)
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        window = binding.attend_window(query, key, value, attn_metadata, output)
+        if window is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
+        requests, tokens = window
         if tokens < attn_metadata.num_actual_tokens:
             rest = rest_of(attn_metadata, requests, tokens)
             super().forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -70,6 +71,39 @@ class LayerBinding:
         tokens = self.batch.num_tokens
         self.window.stage(self.layer.name, key[:tokens], value[:tokens])
         return tokens
+
+    def attend_window(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any, output: torch.Tensor
+    ) -> tuple[int, int] | None:
+        """Attend the leading rows of a step, which are the window's.
+
+        Args:
+            query: [rows, num_query_heads, head_size] of the whole step.
+            key: [rows, num_kv_heads, head_size], likewise.
+            value: likewise.
+            metadata: the backend's metadata of the step (``block_table``, ``query_start_loc``, ``seq_lens``).
+            output: [rows, num_query_heads, head_size]; the window's rows are written.
+
+        Returns:
+            How many requests and rows that were. None after an error: what was held back so far has been
+            written, and the step is a stock step from here on.
+
+        """
+        requests, tokens = self.batch.num_requests, self.batch.num_tokens
+        try:
+            self.attend(
+                query[:tokens],
+                key[:tokens],
+                value[:tokens],
+                metadata.block_table[:requests],
+                metadata.query_start_loc[: requests + 1],
+                metadata.seq_lens[:requests],
+                output[:tokens],
+            )
+        except Exception as error:
+            self.give_up("verify attention", error)
+            return None
+        return requests, tokens
 
     def attend(
         self,
