@@ -105,7 +105,8 @@ WORKDIR /src
 # Empty: every architecture that csrc/CMakeLists.txt lists.
 ARG NWOR_CUDA_ARCHS
 RUN CUDA_HOME=/usr/local/cuda-13.0 NWOR_CUDA=ON python3 -m pip wheel --no-build-isolation --no-deps --no-index \
-        -w /wheels .
+        -w /wheels . \
+    && sha256sum /wheels/*.whl > /wheels/SHA256SUMS
 
 # ---- cuda: vLLM's own image with one wheel more ----
 FROM ${VLLM_IMAGE} AS cuda
@@ -116,8 +117,11 @@ RUN apt-get update \
     && groupadd --gid 10001 nwor \
     && useradd --uid 10001 --gid nwor --home-dir /var/cache/nwor --no-create-home --shell /usr/sbin/nologin nwor \
     && install -d -o nwor -g nwor -m 0755 /var/cache/nwor
+# The mounted wheel is no part of the layer's key in every builder's cache; its sum, copied, is.
+COPY --from=cuda-builder /wheels/SHA256SUMS /usr/local/lib/nwor/SHA256SUMS
 RUN --mount=type=bind,from=cuda-builder,source=/wheels,target=/wheels \
-    PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --no-deps --no-index /wheels/*.whl
+    sha256sum --check /usr/local/lib/nwor/SHA256SUMS \
+    && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --no-deps --no-index /wheels/*.whl
 COPY LICENSE server/demo/README.md /usr/share/licenses/nwor/
 COPY --chmod=0755 deploy/container/entrypoint.sh /usr/local/bin/nwor-entrypoint
 COPY deploy/container/healthcheck.py deploy/container/licences.py /usr/local/lib/nwor/
