@@ -14,6 +14,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from nwor.accounting import WindowCounts
 from nwor.config import NworConfig
 from nwor.engine.figures import MISMATCHES, EngineFigures
+from nwor.engine.support import REASONS
 from nwor.modes import Mode
 from nwor.tally import Tally
 
@@ -79,6 +80,9 @@ class NworStatLogger(AggregateStatLoggerBase):
             self._by_end.labels(*labels, end)
         for figure in MISMATCHES:
             self._mismatch.labels(*labels, figure)
+        for name, reason in REASONS.items():
+            if reason.when == "step":
+                self._direct.labels(*labels, name)
         for mode in Mode:
             self._switch.labels(*labels, mode.value)
 
