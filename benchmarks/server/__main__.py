@@ -9,7 +9,8 @@
 
 Both servers run at the same time; only one is under load at a time. Each round loads one and then the other,
 and every other round begins with the other one, so that drift of the machine falls on both. A ratio is taken
-per round; the table gives their geometric mean, with the interval that holds it in 95% of resampled runs.
+per round, after one that does not count; the table gives their geometric mean, with the interval that holds it
+in 95% of resampled runs.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from benchmarks.server.load import Load, measure
 from benchmarks.server.report import describe_machine, summarize, write_report
 from benchmarks.server.servers import (
     Server,
+    keep_off_the_workers_core,
     start_observed,
     start_ours,
     start_staging,
@@ -36,6 +40,10 @@ from benchmarks.server.servers import (
 
 #: Concurrency and how many requests each round sends at it.
 LOADS = (Load(1, 6), Load(8, 32), Load(32, 96))
+
+#: Seconds before each load: the processes of the server that was loaded last poll for another second, on the
+#: cores that the other one needs.
+REST = 2.0
 
 
 @dataclass(frozen=True)
@@ -76,15 +84,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
 async def run(args: argparse.Namespace, servers: dict[str, Server]) -> list[dict]:
     """Return one record per round, load and server; no round begins after the time is up."""
     records = []
-    for server in servers.values():
-        await measure(server.url, Load(8, 16), args.max_tokens, first_prompt=0)
+    loads = COMPARISONS[args.comparison].loads
+    for load in loads:
+        for server in servers.values():
+            await asyncio.sleep(REST)
+            await measure(server.url, load, args.max_tokens, first_prompt=0)
     start = time.monotonic()
     for number in range(args.rounds):
         if number >= 2 and time.monotonic() - start > args.seconds * number / (number + 1):
             break
         order = list(servers) if number % 2 == 0 else list(reversed(servers))
-        for load in COMPARISONS[args.comparison].loads:
+        for load in loads:
             for name in order:
+                await asyncio.sleep(REST)
                 before = servers[name].cpu_seconds()
                 first = 1000 * (number + 1)
                 result = await measure(servers[name].url, load, args.max_tokens, first_prompt=first)
@@ -105,6 +117,7 @@ def main(argv: list[str]) -> int:
     compared = COMPARISONS[args.comparison]
     machine = describe_machine()
     with compared.start_baseline() as baseline, compared.start_ours() as ours:
+        keep_off_the_workers_core(psutil.Process())
         servers = {"baseline": baseline, "ours": ours}
         records = asyncio.run(run(args, servers))
     settings = {
