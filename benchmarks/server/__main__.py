@@ -9,8 +9,8 @@
 
 Both servers run at the same time; only one is under load at a time. Each round loads one and then the other,
 and every other round begins with the other one, so that drift of the machine falls on both. A ratio is taken
-per round, after one that does not count; the table gives their geometric mean, with the interval that holds it
-in 95% of resampled runs.
+per round, after one round that does not count; the table gives their geometric mean, with the interval that
+holds it in 95% of resampled runs.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from server import demo
 K = 4
 #: What both get; nwor-server's own defaults for a CPU, spelt out for stock vLLM.
 ENGINE_FLAGS = ["--served-model-name", MODEL, "--enforce-eager", "--kv-cache-memory-bytes", str(2**30)]
-#: The engines' workers compute on the first core; everything else gets the others (keep_off_the_workers_core).
+#: The engines' workers compute on the first core; everything else gets the others, see below.
 #: Left alone, the engine core, which polls while its worker computes, now and then shares the worker's core.
 WORKER_CORE = 0
 ENGINE_CORES = {"VLLM_CPU_OMP_THREADS_BIND": str(WORKER_CORE)}
