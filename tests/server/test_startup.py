@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import vllm
 
 from nwor.version import __version__
 from server import demo
@@ -114,4 +116,9 @@ def test_no_usable_device(tmp_path: Path, free_port: int) -> None:
 
 def test_version() -> None:
     result = run("--version")
-    assert (result.returncode, result.stdout) == (0, f"nwor-server {__version__}\n")
+    assert result.returncode == 0, result.stderr
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines[0] == f"nwor-server {__version__}"
+    assert any(line.startswith(f"vllm {vllm.__version__.split('+')[0]}") for line in lines)
+    assert any(line.startswith(f"torch {torch.__version__}") for line in lines)
+    assert any(line.startswith(f"CPU kernels version {__version__}") for line in lines)
