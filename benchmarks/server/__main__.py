@@ -24,13 +24,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from benchmarks.server.load import Load, measure
 from benchmarks.server.report import describe_machine, summarize, write_report
 from benchmarks.server.servers import (
     Server,
-    keep_off_the_workers_core,
     start_observed,
     start_ours,
     start_staging,
@@ -117,7 +114,6 @@ def main(argv: list[str]) -> int:
     compared = COMPARISONS[args.comparison]
     machine = describe_machine()
     with compared.start_baseline() as baseline, compared.start_ours() as ours:
-        keep_off_the_workers_core(psutil.Process())
         servers = {"baseline": baseline, "ours": ours}
         records = asyncio.run(run(args, servers))
     settings = {

@@ -23,8 +23,8 @@ from server import demo
 K = 4
 #: What both get; nwor-server's own defaults for a CPU, spelt out for stock vLLM.
 ENGINE_FLAGS = ["--served-model-name", MODEL, "--enforce-eager", "--kv-cache-memory-bytes", str(2**30)]
-#: The engines' workers compute on the first core; everything else gets the others, see below.
-#: Left alone, the engine core, which polls while its worker computes, now and then shares the worker's core.
+#: The engines' workers compute on the first core, the same for both. Nothing else is bound: with the rest bound
+#: to a single other core, a front at times got no turn beside the engine core, which polls.
 WORKER_CORE = 0
 ENGINE_CORES = {"VLLM_CPU_OMP_THREADS_BIND": str(WORKER_CORE)}
 READY_SECONDS = 300.0
@@ -86,17 +86,6 @@ def start_stock() -> contextlib.AbstractContextManager[Server]:
     return _serve([*command, "--speculative-config", json.dumps(speculation)], STOCK_ENGINE)
 
 
-def keep_off_the_workers_core(process: psutil.Process) -> None:
-    """Bind a process and all that it has started, but for the engine's workers, to the other cores."""
-    others = os.sched_getaffinity(0) - {WORKER_CORE}
-    if not others:
-        return
-    for each in [process, *process.children(recursive=True)]:
-        if not any("VLLM::Worker" in word for word in each.cmdline()):
-            for thread in each.threads():
-                os.sched_setaffinity(thread.id, others)
-
-
 @contextlib.contextmanager
 def _serve(command: list[str], extra: dict[str, str]) -> Iterator[Server]:
     with socket.socket() as probe:
@@ -110,7 +99,6 @@ def _serve(command: list[str], extra: dict[str, str]) -> Iterator[Server]:
         )
         try:
             _wait(process, f"http://127.0.0.1:{port}", log)
-            keep_off_the_workers_core(psutil.Process(process.pid))
             yield Server(f"http://127.0.0.1:{port}", process.pid)
         finally:
             with contextlib.suppress(ProcessLookupError):
