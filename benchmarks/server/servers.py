@@ -23,8 +23,8 @@ from server import demo
 K = 4
 #: What both get; nwor-server's own defaults for a CPU, spelt out for stock vLLM.
 ENGINE_FLAGS = ["--served-model-name", MODEL, "--enforce-eager", "--kv-cache-memory-bytes", str(2**30)]
-#: The engines' workers compute on the first core, the same for both. Nothing else is bound: with the rest bound
-#: to a single other core, a front at times got no turn beside the engine core, which polls.
+#: The engines' workers compute on the first core, the same for both. Nothing else is bound: bound to a single
+#: other core, a front at times got no turn beside the engine core, which polls.
 WORKER_CORE = 0
 ENGINE_CORES = {"VLLM_CPU_OMP_THREADS_BIND": str(WORKER_CORE)}
 READY_SECONDS = 300.0
