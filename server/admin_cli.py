@@ -13,6 +13,7 @@ import httpx
 
 from server.fleet import Fleet, FleetError, Outcome, describe, message
 from server.nwor_options import ADMIN_KEY_VARIABLE
+from server.options import parse_count
 
 PROG = "nwor-server mode"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -70,7 +71,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tries",
-        type=_positive,
+        type=parse_count,
         default=4,
         help="with several servers: how often one is asked that does not answer; default: %(default)s",
     )
@@ -80,13 +81,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"the servers' admin key; default: {ADMIN_KEY_VARIABLE}",
     )
     return parser.parse_args(list(argv))
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return number
 
 
 def _complain(text: str) -> int:

@@ -50,11 +50,6 @@ class AdminListener:
                 os.unlink(self.path)
 
 
-def is_separate(args: argparse.Namespace) -> bool:
-    """Whether the admin API has a listener of its own."""
-    return args.admin_port is not None or args.admin_uds is not None
-
-
 def open_listener(args: argparse.Namespace) -> AdminListener | None:
     """Bind the socket that the flags ask for.
 

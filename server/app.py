@@ -12,8 +12,8 @@ from vllm.entrypoints.launchers.app import build_app
 
 from nwor.engine.metrics import attach_metrics
 from server import acceptance, admin, dashboard, http_errors
-from server.admin_listener import is_separate
 from server.body_limit import BodyLimitMiddleware
+from server.nwor_options import admin_is_separate
 
 
 async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
@@ -31,7 +31,7 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     app = build_app(args, supported_tasks, engine.model_config)
     http_errors.install(app)
     metrics = attach_metrics(engine)
-    if not is_separate(args):
+    if not admin_is_separate(args):
         admin.install(app, engine, args.admin_api_key, metrics)
         dashboard.install(app)
     # Innermost: behind the check of the API key, and inside the error handlers' reach.

@@ -16,7 +16,7 @@ from server import environment
 from server.checks import check_port, prescan
 from server.errors import StartupError, UsageError
 from server.models import is_local
-from server.nwor_options import DEFAULT_ADMIN_HOST, add_nwor_options, resolve_nwor
+from server.nwor_options import DEFAULT_ADMIN_HOST, add_nwor_options, admin_is_separate, resolve_nwor
 from server.options import (
     add_server_options,
     apply_device_defaults,
@@ -107,7 +107,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     apply_device_defaults(args, current_platform.device_type, eager_given)
     check_processes(args)
     check_port(args.host, args.port, args.uds)
-    if args.admin_port is not None or args.admin_uds is not None:
+    if admin_is_separate(args):
         check_port(args.admin_host or DEFAULT_ADMIN_HOST, args.admin_port or 0, args.admin_uds, "--admin-")
     return args
 

@@ -131,6 +131,11 @@ def _resolve_admin_key(args: argparse.Namespace) -> None:
         )
 
 
+def admin_is_separate(args: argparse.Namespace) -> bool:
+    """Whether the admin API has a listener of its own."""
+    return args.admin_port is not None or args.admin_uds is not None
+
+
 def _check_admin_address(args: argparse.Namespace) -> None:
     if args.admin_port is not None and args.admin_uds is not None:
         raise UsageError("--admin-port and --admin-uds both say where the admin API is: drop one of them")
@@ -142,6 +147,6 @@ def _check_admin_address(args: argparse.Namespace) -> None:
         )
     if args.admin_uds is not None and args.admin_uds == args.uds:
         raise UsageError("--admin-uds is the server's own --uds: choose another, or drop it")
-    if (args.admin_port is not None or args.admin_uds is not None) and args.admin_api_key is None:
+    if admin_is_separate(args) and args.admin_api_key is None:
         flag = "--admin-port" if args.admin_port is not None else "--admin-uds"
         raise UsageError(f"{flag} opens the admin API, which needs a key: set {ADMIN_KEY_VARIABLE}")

@@ -139,7 +139,7 @@ def test_figures_metrics_and_admin_api(plain: PlainServer) -> None:
     assert plain.total("nwor_mode_switches_total") == 1
 
 
-def test_requests_reach_every_api_server(plain: PlainServer) -> None:
-    """Else the test above would say nothing of several processes."""
+def test_as_many_api_servers_run_as_asked_for(plain: PlainServer) -> None:
+    """Else the test above would say nothing of several processes; which of them served what no log tells."""
     started = set(re.findall(r"\((ApiServer_\d+) pid", plain.log)) or {"the only one"}
     assert len(started) == plain.api_servers
