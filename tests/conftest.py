@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,21 +40,35 @@ def free_port() -> int:
     return find_free_port()
 
 
+#: Servers of this run, for the reports of failed tests.
+servers: list[ServerProcess] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the end of each running server's log beside a failure: what it did is half of the story."""
+    report = yield
+    if report.failed:
+        for server in servers:
+            if server.process.poll() is None or report.when == "call":
+                report.sections.append((f"log of the server at {server.url}", server.log[-3000:]))
+    return report
+
+
 @pytest.fixture(scope="session")
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ServerProcess]]:
     """Start servers: ``start_server(*flags, wait=True)``; all of them are gone when the run ends."""
-    started: list[ServerProcess] = []
 
     def start(*flags: str, wait: bool = True) -> ServerProcess:
         log: Path = tmp_path_factory.mktemp("server") / "log.txt"
         server = ServerProcess([*flags, "--host", "127.0.0.1"], find_free_port(), log)
-        started.append(server)
+        servers.append(server)
         if wait:
             server.wait_until_ready()
         return server
 
     yield start
-    for server in started:
+    for server in servers:
         server.kill()
 
 

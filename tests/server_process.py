@@ -8,11 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.waiting import is_healthy, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,17 +49,16 @@ class ServerProcess:
 
     def wait_until_ready(self) -> None:
         """Return once /health answers 200; fail with the log when the process ends first."""
-        deadline = time.monotonic() + READY_SECONDS
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log[-4000:]}")
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
-            time.sleep(0.2)
-        raise AssertionError(f"the server is not ready after {READY_SECONDS} s:\n{self.log[-4000:]}")
+        wait_until(
+            lambda: self.process.poll() is not None or is_healthy(self.url),
+            READY_SECONDS,
+            lambda: f"the server is ready:\n{self.log[-4000:]}",
+            every=0.2,
+        )
+        code = self.process.poll()
+        assert code is None, f"the server ended with {code}:\n{self.log[-4000:]}"
 
-    def client(self, timeout: float = 120.0) -> httpx.Client:
+    def client(self, timeout: float = 300.0) -> httpx.Client:
         """Return an HTTP client of this server that sends its API key."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return httpx.Client(base_url=self.url, headers=headers, timeout=timeout)

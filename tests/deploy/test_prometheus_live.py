@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ import yaml
 from tests.conftest import ADMIN_KEY, find_free_port
 from tests.deploy.test_prometheus import ALERTS, DASHBOARD, PROMETHEUS, RULES, targets
 from tests.server_process import DEMO_MODEL, ServerProcess
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -62,15 +62,17 @@ class Prometheus:
 
     def wait(self, expression: str) -> list[Any]:
         """Return the expression's vector once it is not empty."""
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
+        found: list[Any] = []
+
+        def look() -> bool:
             try:
-                if found := self.query(expression):
-                    return found
+                found[:] = self.query(expression)
             except httpx.TransportError:
                 assert self.process.poll() is None, "Prometheus has ended"
-            time.sleep(0.3)
-        raise AssertionError(f"no data for {expression}")
+            return bool(found)
+
+        wait_until(look, PATIENCE, f"data for {expression}", every=0.3)
+        return found
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 
 from tests.conftest import ADMIN_KEY, API_KEYS, find_free_port
 from tests.server_process import DEMO_MODEL, ROOT, ServerProcess
+from tests.waiting import end_of, is_healthy, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -92,15 +92,8 @@ def router(replicas: Replicas, tmp_path_factory: pytest.TempPathFactory) -> Iter
             env={**os.environ, "VLLM_API_KEY": API_KEYS[0]},
         )
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            try:
-                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.2)
+        wait_until(lambda: process.poll() is not None or is_healthy(url), 60, lambda: end_of(log), every=0.2)
+        assert process.poll() is None, end_of(log)
         yield url
     finally:
         process.terminate()

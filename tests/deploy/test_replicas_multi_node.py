@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from server import demo
 from tests.conftest import ADMIN_KEY, find_free_port
 from tests.deploy.manifests import KUBERNETES
 from tests.server_process import DEMO_MODEL, ROOT, ServerProcess
+from tests.waiting import end_of, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -116,10 +116,7 @@ def ray_cluster(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[None]:
         tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as short,
         running([*start, "--temp-dir", short], log, patience=20),
     ):
-        deadline = time.monotonic() + 90
-        while "Ray runtime started" not in log.read_text():
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.5)
+        wait_until(lambda: "Ray runtime started" in log.read_text(), 90, lambda: end_of(log), every=0.5)
         yield
 
 

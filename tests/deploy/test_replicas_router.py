@@ -12,7 +12,6 @@ import queue
 import shlex
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 
 from tests.conftest import find_free_port
 from tests.deploy.manifests import engine_labels, pod_templates, render
+from tests.waiting import end_of, is_healthy, wait_until
 
 ROUTER = os.environ.get("NWOR_TEST_ROUTER")
 KEY = "user-key"
@@ -164,8 +164,8 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, Api, list[Pod]]]:
         for pod in pods:
             api.tell("ADDED", pod.object())
         url = f"http://127.0.0.1:{port}"
-        wait_for(lambda: healthy(url), log)
-        wait_for(lambda: len(endpoints(url)) == 2, log)
+        wait_until(lambda: is_healthy(url), 60, lambda: end_of(log))
+        wait_until(lambda: len(endpoints(url)) == 2, 60, lambda: end_of(log))
         yield url, api, pods
     finally:
         process.kill()
@@ -173,20 +173,6 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, Api, list[Pod]]]:
         for server in (api.server, *(pod.server for pod in pods)):
             server.shutdown()
             server.server_close()
-
-
-def wait_for(condition: Callable[[], bool], log: Path | None = None) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, log.read_text()[-4000:] if log else "it did not happen"
-        time.sleep(0.1)
-
-
-def healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def endpoints(url: str) -> list[Any]:
@@ -222,7 +208,7 @@ def test_a_pod_that_terminates_gets_no_more_requests(cluster: tuple[str, Api, li
     last = going.object()
     last["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     api.tell("MODIFIED", last)
-    wait_for(lambda: len(endpoints(url)) == 1)
+    wait_until(lambda: len(endpoints(url)) == 1, 60, "the router has dropped the pod")
     before = len(going.prompts)
     for group in range(12):
         assert complete(url, f"{group} " * 200).json()["choices"][0]["text"] == staying.name

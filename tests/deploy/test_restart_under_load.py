@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 
 from tests.deploy import fake_server
 from tests.server_process import ROOT
+from tests.waiting import is_healthy, wait_until
 
 SCRIPT = ROOT / "deploy" / "restart_under_load.py"
 
@@ -32,11 +31,7 @@ def run(tmp_path: Path, free_port: int) -> Iterator[Run]:
         process = fake_server.spawn(free_port, before)
         processes.append(process)
         pid_file.write_text(str(process.pid))
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{free_port}/health"):
-                break
-            time.sleep(0.05)
+        wait_until(lambda: is_healthy(f"http://127.0.0.1:{free_port}"), 30, "the stand-in answers")
         command = f"{sys.executable} {fake_server.__file__}"
         environment = {
             **os.environ,

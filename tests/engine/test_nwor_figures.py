@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 from server import demo
 from tests.conftest import ADMIN_KEY
 from tests.server_process import DEMO_MODEL, ServerProcess
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -104,16 +104,16 @@ def read_metrics(server: ServerProcess) -> dict[str, float]:
 
 def settled(server: ServerProcess, before: dict[str, float]) -> dict[str, float]:
     """Return what was added to the metrics, once every window belongs to a request that ended."""
-    deadline = time.monotonic() + 20
-    while True:
-        now = read_metrics(server)
-        delta = {name: value - before.get(name, 0.0) for name, value in now.items()}
+    delta: dict[str, float] = {}
+
+    def all_ended() -> bool:
+        delta.update((name, value - before.get(name, 0.0)) for name, value in read_metrics(server).items())
         windows = sum(value for name, value in delta.items() if name.startswith("windows "))
         ended = sum(value for name, value in delta.items() if name.startswith("request_windows "))
-        if (windows and windows == ended) or time.monotonic() > deadline:
-            assert windows == ended > 0
-            return delta
-        time.sleep(0.2)
+        return windows == ended > 0
+
+    wait_until(all_ended, 20, lambda: f"every window belongs to a request that ended: {delta}", every=0.2)
+    return delta
 
 
 def check_request(figures: dict[str, Any]) -> None:

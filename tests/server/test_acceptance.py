@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.server_process import DEMO_MODEL, ServerProcess
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -162,12 +162,10 @@ def test_the_requests_figures_add_up_to_the_counters(server: ServerProcess) -> N
         expected[f"position {position}"] = sum(
             sum(request["acceptance_histogram"][position + 1 :]) for request in figures
         )
-    # The last step's counts reach /metrics a moment after its tokens reach the client.
-    deadline = time.monotonic() + 10
-    while True:
+
+    def counted() -> dict[str, float]:
         after = read_counters(server)
-        counted = {name: after[name] - before[name] for name in expected}
-        if counted == expected or time.monotonic() > deadline:
-            break
-        time.sleep(0.2)
-    assert counted == expected
+        return {name: after[name] - before[name] for name in expected}
+
+    # The last step's counts reach /metrics a moment after its tokens reach the client.
+    wait_until(lambda: counted() == expected, 10, lambda: f"{counted()} are {expected}", every=0.2)

@@ -15,18 +15,12 @@ import httpx
 import pytest
 
 from tests.server_process import DEMO_MODEL, ServerProcess
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
 LONG = {"model": DEMO_MODEL, "prompt": "x = ", "max_tokens": 2000, "ignore_eos": True, "seed": 1}
 RUNNING = "vllm:num_requests_running"
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -159,7 +153,7 @@ def test_a_dead_engine_turns_health_to_503_and_ends_the_process(plain: ServerPro
 
     request = threading.Thread(target=run, daemon=True)
     request.start()
-    wait_until(lambda: server.total(RUNNING) == 32, 60, "the request runs")
+    wait_until(lambda: server.total(RUNNING) > 0, 60, "the request runs")
     os.kill(server.engine_pid(), signal.SIGKILL)
     codes: list[int] = []
 
