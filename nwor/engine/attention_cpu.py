@@ -169,3 +169,8 @@ class NworCPUAttentionBackend(CPUAttentionBackend):
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
         """Return the builder of a step's metadata."""
         return NworCPUAttentionMetadataBuilder
+
+
+def layer_cache_views(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cache views of one of vLLM's attention layers' implementations."""
+    return cache_views(layer.kv_cache, layer.isa)

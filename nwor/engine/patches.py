@@ -42,6 +42,12 @@ LEDGER = (
         removal="when CPUWorker builds its runner through _make_model_runner as the GPU worker does",
     ),
     Patch(
+        target="vllm.v1.worker.cpu.model_runner.CPUModelRunner",
+        why="CPUWorker.init_device names runner V2, too, which it takes where Triton knows the CPU",
+        how="names the NWOR subclass instead, in the worker process of an engine that asked for NWOR",
+        removal="with the entry before",
+    ),
+    Patch(
         target="vllm.v1.engine.EngineCoreOutput",
         why="a request's windows have to reach the front end beside its acceptance figures",
         how="annotates spec_decode_metrics with a subclass of two more fields, which the decoder then fills",
@@ -105,7 +111,7 @@ def apply_config_patch() -> None:
 
 
 def apply_decoder_patch() -> None:
-    """Apply the third and fourth entry of the ledger, in a process that will hold an engine's client."""
+    """Apply the last two entries of the ledger, in a process that will hold an engine's client."""
     from nwor.engine import figures
 
     figures.apply_decoder_patch()
@@ -115,6 +121,15 @@ def apply_cpu_runner_patch() -> None:
     """Apply the second entry of the ledger, once a process."""
     import vllm.v1.worker.cpu_worker as cpu_worker
 
-    from nwor.engine.runner_cpu import NworCPUModelRunner
+    from nwor.engine.runner_v1_cpu import NworCPUModelRunnerV1
 
-    cpu_worker.CPUModelRunner = NworCPUModelRunner
+    cpu_worker.CPUModelRunner = NworCPUModelRunnerV1
+
+
+def apply_cpu_runner_v2_patch() -> None:
+    """Apply the third entry of the ledger, once a process."""
+    import vllm.v1.worker.cpu.model_runner as model_runner
+
+    from nwor.engine.runner_v2_cpu import NworCPUModelRunnerV2
+
+    model_runner.CPUModelRunner = NworCPUModelRunnerV2

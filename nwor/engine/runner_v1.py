@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention import Attention
 
 from nwor.config import NworConfig
+from nwor.engine.layers import slot_keys, target_layers
 from nwor.engine.rank import CacheViews, Rank
 from nwor.engine.record import attach
 from nwor.tally import StepRecord
@@ -46,18 +45,8 @@ class NworRunnerV1(Base):
         config = NworConfig.from_additional_config(self.vllm_config.additional_config)
         assert config is not None
         self.nwor = Rank(self.vllm_config, config, self.device)
-        slot_keys = {
-            name: group_id
-            for group_id, group in enumerate(self.kv_cache_config.kv_cache_groups)
-            for name in group.layer_names
-        }
-        self.nwor.bind(self.nwor_target_layers(), slot_keys, self.nwor_cache_views, self.nwor_impl)
-
-    def nwor_target_layers(self) -> dict[str, Any]:
-        """Return every attention layer of the target model by name; the draft model's are not among them."""
-        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        own = {id(module) for module in self.get_model().modules()}
-        return {name: layer for name, layer in layers.items() if id(layer) in own}
+        keys = slot_keys(self.kv_cache_config)
+        self.nwor.bind(target_layers(self), keys, self.nwor_cache_views, self.nwor_impl)
 
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:
         """Run one step; a window batch left open by an exception is dropped without a write."""

@@ -1,35 +1,38 @@
-"""vLLM's model runner V2 (CUDA) with windows."""
+"""Model runner V2 with windows: what is common to CUDA and to the CPU."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from nwor.config import NworConfig
-from nwor.engine.attention_flash import NworFlashAttentionImpl, layer_cache_views
-from nwor.engine.graphs import NworCudaGraphManager
-from nwor.engine.rank import Rank, StepPlan
+from nwor.engine.layers import slot_keys, target_layers
+from nwor.engine.rank import CacheViews, Rank, StepPlan
 from nwor.engine.record import attach
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Base
+else:
+    Base = object
 
 
-class NworModelRunnerV2(GPUModelRunner):
-    """Opens a window batch once a step's inputs are on the device, and commits it after rejection sampling.
+class NworRunnerV2(Base):
+    """Mixin before vLLM's V2 runner: opens a window batch before the forward pass, commits after sampling.
 
-    The batch is sorted with verifying requests first, so the windows are its leading part. The commit is
-    launched after the sampled tokens' copy to the host has started and before the drafter runs.
+    The window batch is opened once a step's inputs are on the device. The batch is sorted with verifying
+    requests first, so the windows are its leading part. The commit is launched after the sampled tokens' copy
+    to the host has started and before the drafter runs.
     """
 
     nwor: Rank
-    cudagraph_manager: Any
     _nwor_finished: StepPlan | None = None
+
+    #: Set by subclasses: the attention implementation that takes part, and how its cache looks.
+    nwor_impl: type
+    nwor_cache_views: CacheViews
 
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
         """Allocate the cache, then bind the target's layers to it."""
@@ -39,19 +42,8 @@ class NworModelRunnerV2(GPUModelRunner):
         self.nwor = Rank(self.vllm_config, config, self.device)
         if is_profiling:
             return
-        slot_keys = {
-            name: group_id
-            for group_id, group in enumerate(self.kv_cache_config.kv_cache_groups)
-            for name in group.layer_names
-        }
-        self.nwor.bind(self.nwor_target_layers(), slot_keys, layer_cache_views, NworFlashAttentionImpl)
-        self.cudagraph_manager = NworCudaGraphManager.adopt(self.cudagraph_manager, self.nwor)
-
-    def nwor_target_layers(self) -> dict[str, Any]:
-        """Return every attention layer of the target model by name; the draft model's are not among them."""
-        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        own = {id(module) for module in self.get_model().modules()}
-        return {name: layer for name, layer in layers.items() if id(layer) in own}
+        keys = slot_keys(self.kv_cache_config)
+        self.nwor.bind(target_layers(self), keys, self.nwor_cache_views, self.nwor_impl)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; a window batch left open by an exception is dropped without a write."""

@@ -22,9 +22,9 @@ class NworGPUWorker(NworWorkerMixin, Worker):  # type: ignore[misc]
 
     def _make_model_runner(self) -> Any:
         if self.use_v2_model_runner:
-            from nwor.engine.runner_v2 import NworModelRunnerV2
+            from nwor.engine.runner_v2_gpu import NworGPUModelRunnerV2
 
-            return NworModelRunnerV2(self.vllm_config, self.device)
+            return NworGPUModelRunnerV2(self.vllm_config, self.device)
         from nwor.engine.runner_v1_gpu import NworGPUModelRunnerV1
 
         return NworGPUModelRunnerV1(self.vllm_config, self.device)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nwor.engine.layers import target_layers
 from server import cpu_sampling  # its import mends sampling in the worker's process, as the server does
 
 assert cpu_sampling.KERNEL
@@ -21,13 +22,17 @@ class CacheProbe:
 
     model_runner: Any
 
+    def runner_module(self) -> str:
+        """Return where the class of the model runner is defined."""
+        return type(self.model_runner).__module__
+
     def probe_start(self) -> None:
         """Watch every verify step from now on, whatever the mode."""
         runner = self.model_runner
         rank = runner.nwor
         self._probe: dict[str, Any] = {"steps": 0, "rejected": 0, "accepted": 0, "mixed": 0, "wrong": []}
         self._written: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        self._layers = runner.nwor_target_layers()
+        self._layers = target_layers(runner)
         self._restore = [(rank, "begin"), (rank, "finish")]
         for name, layer in self._layers.items():
             self._watch_writes(name, layer)
@@ -96,7 +101,7 @@ class CacheProbe:
         if where == "commit":
             owner, attribute = rank.window, "commit"
         else:
-            layers = list(self._layers_of_target().values())
+            layers = list(target_layers(self.model_runner).values())
             owner, attribute = layers[len(layers) // 2].impl.nwor, "attend"
 
         def broken(*args: Any, **kwargs: Any) -> None:
@@ -104,7 +109,3 @@ class CacheProbe:
             raise RuntimeError(f"broken on purpose: {where}")
 
         setattr(owner, attribute, broken)
-
-    def _layers_of_target(self) -> dict[str, Any]:
-        layers: dict[str, Any] = self.model_runner.nwor_target_layers()
-        return layers

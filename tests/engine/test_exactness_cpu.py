@@ -2,7 +2,7 @@
 
 Coverage: the demo model through vLLM's engine; greedy and seeded sampling; windows of 2, 5 and 9 tokens;
 batches of 1 to 16 requests, mixed with chunked prefill and prefix hits; mode switches between and during
-requests.
+requests. Model runner V1; with less work V2, which schedules a step ahead (see runner.py).
 Tolerance: none. Tokens, acceptance counts and cache bytes are compared for equality.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from server import demo
+from tests.engine.runner import V2, schedule_asynchronously
 
 pytestmark = pytest.mark.engine
 
@@ -25,11 +26,19 @@ ENVIRONMENT = {
     # All requests of a run are in the queue before its first step, so that every run is scheduled alike.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-PROMPTS = 200
-NEW_TOKENS = 24
+#: Less of everything where kernels are interpreted: sampling a token takes a hundred times as long.
+WINDOWS = [4] if V2 else [1, 4, 8]
+PROMPTS = 8 if V2 else 200
+NEW_TOKENS = 12 if V2 else 24
+#: Our name and vLLM's for the same count.
+PAIRS = (
+    ("windows", "num_drafts"),
+    ("draft_tokens", "num_draft_tokens"),
+    ("accepted_tokens", "num_accepted_tokens"),
+)
 
 
-@pytest.fixture(scope="module", params=[1, 4, 8], ids=lambda k: f"k{k}")
+@pytest.fixture(scope="module", params=WINDOWS, ids=lambda k: f"k{k}")
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     """One engine for each window length; its modes are switched while it runs."""
     saved = dict(os.environ)
@@ -38,6 +47,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     from nwor.engine.plugin import register
 
+    if V2:
+        schedule_asynchronously()
     register()  # what vLLM does by itself where the package is installed
     llm = LLM(
         str(demo.model_path()),
@@ -56,6 +67,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
         worker_extension_cls="tests.engine.cache_probe.CacheProbe",
         disable_log_stats=False,
     )
+    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == V2
+    runner = "nwor.engine.runner_v2" if V2 else "nwor.engine.runner_v1"
+    assert llm.collective_rpc("runner_module")[0].startswith(runner)
     yield llm
     llm.llm_engine.engine_core.shutdown()
     os.environ.clear()
@@ -99,6 +113,12 @@ def _run(llm: Any, mode: str, *, seeded: bool, batch: int) -> list[tuple[int, ..
     return tokens
 
 
+def _mismatches(llm: Any) -> set[str]:
+    """Return the names of figures that the scheduler found to differ from vLLM's since the start."""
+    names: set[str] = llm.llm_engine.engine_core.engine_core.scheduler._nwor_logged
+    return names
+
+
 def _counters(llm: Any) -> dict[str, int]:
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     values = {metric.name: metric for metric in llm.get_metrics()}
@@ -115,10 +135,12 @@ def test_same_tokens_and_acceptance_in_every_mode(engine: Any, seeded: bool) -> 
         after = _counters(engine)
         own = engine.collective_rpc("nwor_report")[0]["counts"]
         counted[mode] = {name: after[name] - before[name] for name in after}
-        # Our own counts are vLLM's, over the same steps.
-        assert own["accepted_tokens"] - own_before["accepted_tokens"] == counted[mode]["num_accepted_tokens"]
-        assert own["draft_tokens"] - own_before["draft_tokens"] == counted[mode]["num_draft_tokens"]
-        assert own["windows"] - own_before["windows"] == counted[mode]["num_drafts"]
+        # Our own counts are vLLM's, over the same steps. Where steps are scheduled ahead, the workers verify
+        # for requests that have just ended, too; vLLM does not count those. The scheduler compares the rest.
+        for ours, theirs in PAIRS:
+            more = own[ours] - own_before[ours] - counted[mode][theirs]
+            assert more >= 0 if V2 else more == 0
+        assert _mismatches(engine) == set()
     assert counted["off"]["num_accepted_tokens"] > 0
     assert results["stage"] == results["off"]
     assert results["cow"] == results["off"]
@@ -139,9 +161,9 @@ def test_whole_cache_after_every_step(engine: Any, mode: str) -> None:
     finally:
         seen = engine.collective_rpc("probe_stop")[0]
     assert seen["wrong"] == []
-    assert seen["steps"] > 50
+    assert seen["steps"] > PROMPTS // 4
     assert seen["mixed"] > 0
-    assert seen["rejected"] > 100
+    assert seen["rejected"] > PROMPTS // 2
     assert seen["accepted"] > 0
 
 
@@ -188,7 +210,7 @@ def test_mode_switches_while_requests_run(engine: Any) -> None:
                 done[output.request_id] = tuple(output.outputs[0].token_ids)
         step += 1
     assert step > 3
-    assert [done[str(index)] for index in range(16)] == expected
+    assert [done[str(index)] for index in range(len(expected))] == expected
 
 
 @pytest.mark.parametrize("where", ["attend", "commit"])

@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from server import demo
+from tests.engine.runner import V2, schedule_asynchronously
 
 pytestmark = pytest.mark.engine
 
@@ -34,7 +35,9 @@ ENVIRONMENT = {
 PROMPTS = [
     f"class Item{i}:\n    def method_{i}(self, a, b):\n        " + body * (1 + i % 3)
     for i, body in enumerate(["return a + b", "for i in a:\n        b += i", "raise ValueError(a)"] * 4)
-]
+][: 4 if V2 else 12]
+#: Fewer where kernels are interpreted: sampling a token takes a hundred times as long.
+NEW_TOKENS = 12 if V2 else 24
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
@@ -66,6 +69,8 @@ def _start(**settings: Any) -> Any:
 
     from nwor.engine.plugin import register
 
+    if V2:
+        schedule_asynchronously()
     register()  # what vLLM does by itself where the package is installed
     eagle = {"model": str(demo.draft_path()), "method": demo.draft_method(), "num_speculative_tokens": 4}
     defaults: dict[str, Any] = {
@@ -91,6 +96,8 @@ def in_each_mode(llm: Any, run: Callable[[], Any]) -> dict[str, Any]:
     results = {}
     for mode in ("off", "stage", "cow"):
         llm.collective_rpc("nwor_set_mode", args=(mode,))
+        # The last step of what ran before may still be under way; the one after it counts it.
+        generate(llm, PROMPTS[:1])
         assert llm.reset_prefix_cache()
         before = llm.collective_rpc("nwor_report")[0]["counts"]
         results[mode] = run()
@@ -105,10 +112,10 @@ def in_each_mode(llm: Any, run: Callable[[], Any]) -> dict[str, Any]:
     return results
 
 
-def generate(llm: Any, prompts: list[str] = PROMPTS, lora: Any = None, **params: Any) -> list[Any]:
+def generate(llm: Any, prompts: Sequence[Any] = PROMPTS, lora: Any = None, **params: Any) -> list[Any]:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **params})
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True, **params})
     return llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
 
 
@@ -145,7 +152,7 @@ def test_structured_outputs(make_engine: Callable[..., Any]) -> None:
 
 def test_penalties_bad_words_and_stop_tokens(make_engine: Callable[..., Any]) -> None:
     llm = make_engine("eagle")
-    common = generate(llm)[0].outputs[0].token_ids[8]
+    common = generate(llm)[0].outputs[0].token_ids[NEW_TOKENS // 3]
     params = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "stop_token_ids": [common]}
     results = in_each_mode(llm, lambda: generate(llm, bad_words=[" self"], min_tokens=2, **params))
     assert tokens(results["stage"]) == tokens(results["off"]) == tokens(results["cow"])
@@ -158,7 +165,7 @@ def test_aborts_in_the_middle(make_engine: Callable[..., Any]) -> None:
 
     llm = make_engine("eagle")
     core = llm.llm_engine
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
     def run() -> list[tuple[int, ...]]:
         for index, prompt in enumerate(PROMPTS):
@@ -181,14 +188,17 @@ def test_aborts_in_the_middle(make_engine: Callable[..., Any]) -> None:
 
 
 def test_preemption(make_engine: Callable[..., Any]) -> None:
-    llm = make_engine("small", num_gpu_blocks_override=9, max_num_batched_tokens=512)
+    # Every request needs a second block of 128 tokens soon, and there are not two for each.
+    llm = make_engine("small", num_gpu_blocks_override=len(PROMPTS) + 2, max_num_batched_tokens=512)
+    encode = llm.get_tokenizer().encode
+    prompts = [{"prompt_token_ids": encode(prompt * 8)[:120]} for prompt in PROMPTS]
 
     def preemptions() -> int:
         return next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
     def run() -> list[tuple[int, ...]]:
         before = preemptions()
-        outputs = generate(llm, PROMPTS[:8], max_tokens=180)
+        outputs = generate(llm, prompts)
         assert preemptions() > before
         return tokens(outputs)
 
@@ -242,6 +252,10 @@ def compare_tokens(llm: Any, lora: Any = None) -> None:
 @pytest.mark.parametrize("with_lora", [False, True], ids=["plain", "lora"])
 def test_drafts_by_ngrams(tmp_path: Path, with_lora: bool) -> None:
     """In a process of its own: drafting by n-grams loads Numba, beside which vLLM starts no second engine."""
+    if V2 and with_lora:
+        pytest.skip(
+            "stock vLLM fails in runner V2 on a CPU, where a request with an adapter has several rows"
+        )
     adapter = _write_adapter(tmp_path / "adapter") if with_lora else None
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(compare_by_ngrams, adapter).result(timeout=300)

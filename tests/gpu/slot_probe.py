@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from nwor.engine.layers import target_layers
+
 
 class SlotProbe:
     """Mixed into the worker by ``worker_extension_cls``."""
@@ -15,7 +17,7 @@ class SlotProbe:
     def probe_start(self) -> None:
         """Watch every verify step in modes `stage` and `cow` from now on."""
         rank = self.model_runner.nwor
-        self._layers = self.model_runner.nwor_target_layers()
+        self._layers = target_layers(self.model_runner)
         self._seen: dict[str, Any] = {"steps": 0, "rejected": 0, "accepted": 0, "stray": 0, "unwritten": 0}
         self._step: Any = None
         begin, finish = rank.begin, rank.finish

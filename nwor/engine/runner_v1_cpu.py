@@ -1,4 +1,4 @@
-"""vLLM's CPU runner with windows."""
+"""vLLM's model runner V1 on the CPU with windows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ import numpy as np
 import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from nwor.engine.attention_cpu import NworCPUAttentionImpl, cache_views
+from nwor.engine.attention_cpu import NworCPUAttentionImpl, layer_cache_views
 from nwor.engine.runner_v1 import NworRunnerV1
 
 
-def _views(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return cache_views(layer.kv_cache, layer.isa)
-
-
-class NworCPUModelRunner(NworRunnerV1, CPUModelRunner):  # type: ignore[misc]
-    """The CPU runner, V1, with windows; no device to wait for, so counts are read at once."""
+class NworCPUModelRunnerV1(NworRunnerV1, CPUModelRunner):  # type: ignore[misc]
+    """The CPU runner with windows; no device to wait for, so counts are read at once."""
 
     nwor_impl = NworCPUAttentionImpl
-    nwor_cache_views = staticmethod(_views)
+    nwor_cache_views = staticmethod(layer_cache_views)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         generators = self._nwor_unfinished_generators()

@@ -1,0 +1,34 @@
+"""The engine tests once more, on vLLM's model runner V2, which a process chooses before it imports vLLM.
+
+By hand: ``NWOR_TEST_RUNNER=v2 python -m pytest tests/engine/test_exactness_cpu.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.engine.runner import V2, VARIABLE
+from tests.server_process import ROOT
+
+pytestmark = [pytest.mark.engine, pytest.mark.skipif(V2, reason="runs only beside V1")]
+
+
+@pytest.mark.parametrize("file", ["test_exactness_cpu.py", "test_features_cpu.py"])
+def test_on_model_runner_v2(file: str) -> None:
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/engine/{file}"],
+        env={**os.environ, VARIABLE: "v2"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-8000:]
+    assert re.search(r"^\d+ passed", run.stdout, re.MULTILINE), run.stdout[-500:]
