@@ -46,7 +46,8 @@ class EngineFigures:
         commit_seconds: their duration.
         held_bytes: bytes kept outside the paged cache by the latest verify step.
         finished_windows: windows of requests that finished.
-        aborted_windows: windows of requests that were aborted, or that were gone when the step's result came.
+        aborted_windows: windows of requests that were aborted.
+        late_windows: windows whose request had ended when the step's result came.
         mismatches: figures that do not agree with each other, by what was compared.
 
     """
@@ -60,6 +61,7 @@ class EngineFigures:
     held_bytes: int = 0
     finished_windows: int = 0
     aborted_windows: int = 0
+    late_windows: int = 0
     mismatches: dict[str, int] = field(default_factory=dict)
 
 

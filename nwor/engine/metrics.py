@@ -76,7 +76,7 @@ class NworStatLogger(AggregateStatLoggerBase):
         self._count(WindowCounts(), labels)
         for outcome in ("committed", "restored", "direct"):
             self._windows.labels(*labels, outcome)
-        for end in ("finished", "aborted"):
+        for end in ("finished", "aborted", "late"):
             self._by_end.labels(*labels, end)
         for figure in MISMATCHES:
             self._mismatch.labels(*labels, figure)
@@ -97,7 +97,8 @@ class NworStatLogger(AggregateStatLoggerBase):
         if new.kinds:
             self._count(Tally(new.kinds).counts(new.token_bytes), labels)
             self._child(self._held, *labels).set(new.held_bytes)
-        for end, windows in (("finished", new.finished_windows), ("aborted", new.aborted_windows)):
+        ended = (new.finished_windows, new.aborted_windows, new.late_windows)
+        for end, windows in zip(("finished", "aborted", "late"), ended, strict=True):
             if windows:
                 self._child(self._by_end, *labels, end).inc(windows)
         for figure, times in new.mismatches.items():

@@ -65,7 +65,7 @@ class NworScheduling(Scheduler):
             new.kinds[kind] = new.kinds.get(kind, 0) + 1
             request = self.requests.get(request_id)
             if request is None or request.is_finished():
-                new.aborted_windows += 1
+                new.late_windows += 1
                 continue
             tally = self._nwor_requests.get(request_id)
             if tally is None:

@@ -156,6 +156,7 @@ def test_metrics_are_the_figures():
         mode="stage",
         finished_windows=5,
         aborted_windows=1,
+        late_windows=2,
         mismatches={"windows": 1},
     )
     logger.record(figures.EngineStats(nwor=engine), None)
@@ -172,6 +173,7 @@ def test_metrics_are_the_figures():
     assert sample("nwor_direct_windows_total", reason="mla") == 1
     assert sample("nwor_request_windows_total", end="finished") == 5
     assert sample("nwor_request_windows_total", end="aborted") == 1
+    assert sample("nwor_request_windows_total", end="late") == 2
     assert sample("nwor_accounting_mismatches_total", figure="windows") == 1
     assert sample("nwor_accounting_mismatches_total", figure="request") == 0
     assert sample("nwor_window_accepted_tokens_count") == 6
