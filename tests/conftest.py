@@ -46,11 +46,11 @@ servers: list[ServerProcess] = []
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the end of each running server's log beside a failure: what it did is half of the story."""
+    """Show the ends of logs beside a failure: of all servers that run, and of the last one started."""
     report = yield
     if report.failed:
         for server in servers:
-            if server.process.poll() is None or report.when == "call":
+            if server.process.poll() is None or server is servers[-1]:
                 report.sections.append((f"log of the server at {server.url}", server.log[-3000:]))
     return report
 

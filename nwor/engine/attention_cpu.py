@@ -172,5 +172,5 @@ class NworCPUAttentionBackend(CPUAttentionBackend):
 
 
 def layer_cache_views(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cache views of one of vLLM's attention layers' implementations."""
+    """Return the cache views of one of vLLM's attention layers."""
     return cache_views(layer.kv_cache, layer.isa)

@@ -19,6 +19,8 @@ from nwor.modes import Mode
 from nwor.tally import Tally
 
 _LABELS = ("model_name", "engine")
+#: How the request of a window ended; fields of EngineFigures are called so.
+_ENDS = ("finished", "aborted", "late")
 
 
 class NworStatLogger(AggregateStatLoggerBase):
@@ -76,7 +78,7 @@ class NworStatLogger(AggregateStatLoggerBase):
         self._count(WindowCounts(), labels)
         for outcome in ("committed", "restored", "direct"):
             self._windows.labels(*labels, outcome)
-        for end in ("finished", "aborted", "late"):
+        for end in _ENDS:
             self._by_end.labels(*labels, end)
         for figure in MISMATCHES:
             self._mismatch.labels(*labels, figure)
@@ -97,9 +99,8 @@ class NworStatLogger(AggregateStatLoggerBase):
         if new.kinds:
             self._count(Tally(new.kinds).counts(new.token_bytes), labels)
             self._child(self._held, *labels).set(new.held_bytes)
-        ended = (new.finished_windows, new.aborted_windows, new.late_windows)
-        for end, windows in zip(("finished", "aborted", "late"), ended, strict=True):
-            if windows:
+        for end in _ENDS:
+            if windows := getattr(new, f"{end}_windows"):
                 self._child(self._by_end, *labels, end).inc(windows)
         for figure, times in new.mismatches.items():
             self._mismatch.labels(*labels, figure).inc(times)

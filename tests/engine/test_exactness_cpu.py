@@ -137,9 +137,10 @@ def test_same_tokens_and_acceptance_in_every_mode(engine: Any, seeded: bool) -> 
         counted[mode] = {name: after[name] - before[name] for name in after}
         # Our own counts are vLLM's, over the same steps. Where steps are scheduled ahead, the workers verify
         # for requests that have just ended, too; vLLM does not count those. The scheduler compares the rest.
+        late = 2 * PROMPTS if V2 else 0
         for ours, theirs in PAIRS:
             more = own[ours] - own_before[ours] - counted[mode][theirs]
-            assert more >= 0 if V2 else more == 0
+            assert 0 <= more <= late * (1 if ours == "windows" else max(WINDOWS))
         assert _mismatches(engine) == set()
     assert counted["off"]["num_accepted_tokens"] > 0
     assert results["stage"] == results["off"]

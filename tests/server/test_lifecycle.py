@@ -153,7 +153,7 @@ def test_a_dead_engine_turns_health_to_503_and_ends_the_process(plain: ServerPro
 
     request = threading.Thread(target=run, daemon=True)
     request.start()
-    wait_until(lambda: server.total(RUNNING) > 0, 60, "the request runs")
+    wait_until(lambda: server.total(RUNNING) == 32, 60, "the request runs")
     os.kill(server.engine_pid(), signal.SIGKILL)
     codes: list[int] = []
 
