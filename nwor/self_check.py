@@ -61,7 +61,9 @@ class SelfCheck:
                 if layer.name in sources:
                     wrong = torch.zeros_like(present)
                     for side, tensor in enumerate(sources[layer.name]):
-                        staged = tensor.reshape(tensor.shape[0], -1).contiguous().view(torch.uint8)
+                        # A captured graph's rows are as many as its batch size, the step's may be fewer.
+                        rows_of = tensor[: self._batch.num_tokens]
+                        staged = rows_of.reshape(rows_of.shape[0], -1).contiguous().view(torch.uint8)
                         wrong |= (staged != after[number, side]).any(dim=-1)
                     broken += (wrong & present & kept).sum()
         return int(broken)

@@ -290,7 +290,8 @@ class Window:
         sources, self._sources = self._sources, {}
         for name, (key, value) in sources.items():
             group, layer = self._layers[name]
-            layer.direct_write(key, value, batch.slots[group.slot_key])
+            rows = batch.num_tokens  # a captured graph's rows are as many as its batch size
+            layer.direct_write(key[:rows], value[:rows], batch.slots[group.slot_key])
 
     def abort(self) -> None:
         """Drop the batch, if one is open, without any write."""

@@ -305,10 +305,13 @@ class Rank:
             window.abort()
             return replace(plan, faulty=True)
         if check is not None and plan.num_requests and not plan.faulty:
-            self.state.self_checks += 1
-            broken = check.violations(sources, commit_counts)
-            if broken:
-                self.state.fail("self-check", RuntimeError(f"{broken} slots are not what they must be"))
+            try:
+                self.state.self_checks += 1
+                broken = check.violations(sources, commit_counts)
+                if broken:
+                    raise RuntimeError(f"{broken} slots are not what they must be")
+            except Exception as error:
+                self.state.fail("self-check", error)
         return plan
 
     def account(self, plan: StepPlan | None, accepted: Sequence[int]) -> StepRecord | None:

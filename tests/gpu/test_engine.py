@@ -70,11 +70,15 @@ def _prompts() -> list[str]:
     ]
 
 
-def _run(llm: Any, mode: str, batch: int = PROMPTS) -> tuple[list[tuple[int, ...]], list[list[float]]]:
+#: Log-probabilities by token of each step: the most likely few.
+Steps = list[dict[int, float]]
+
+
+def _run(llm: Any, mode: str, batch: int = PROMPTS) -> tuple[list[tuple[int, ...]], list[Steps]]:
     from vllm import SamplingParams
 
     llm.collective_rpc("nwor_set_mode", args=(mode,))
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5)
     tokens, logprobs = [], []
     prompts = _prompts()
     for start in range(0, PROMPTS, batch):
@@ -82,7 +86,7 @@ def _run(llm: Any, mode: str, batch: int = PROMPTS) -> tuple[list[tuple[int, ...
             choice = output.outputs[0]
             tokens.append(tuple(choice.token_ids))
             logprobs.append(
-                [step[t].logprob for step, t in zip(choice.logprobs, choice.token_ids, strict=True)]
+                [{token: entry.logprob for token, entry in step.items()} for step in choice.logprobs]
             )
     return tokens, logprobs
 
@@ -104,26 +108,46 @@ def _agreement(a: list[tuple[int, ...]], b: list[tuple[int, ...]]) -> float:
     return sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
 
 
+def _differences(seen: dict[str, Any], off: dict[str, Any]) -> tuple[float, float]:
+    """Return the largest difference of a common token's log-probability, and the largest gap at a parting.
+
+    Up to and including the step where two outputs part, both saw the same tokens. The gap is how much less
+    likely than its own choice `off` found the other's token there: outputs may part at near-ties only.
+    """
+    difference = gap = 0.0
+    for ours, theirs, x, y in zip(
+        seen["logprobs"], off["logprobs"], seen["tokens"], off["tokens"], strict=True
+    ):
+        for mine, other, token, expected in zip(ours, theirs, x, y, strict=True):
+            difference = max(difference, *(abs(mine[t] - other[t]) for t in mine.keys() & other.keys()))
+            if token != expected:
+                gap = max(gap, other[expected] - other.get(token, -float("inf")))
+                break
+    return difference, gap
+
+
 def test_outputs_and_acceptance(engine: Any) -> None:
     _run(engine, "off")
     off = _delta(engine, "off")
-    other_batch, _ = _run(engine, "off", batch=16)
-    own = _agreement(off["tokens"], other_batch)
+    # Another batch composition gives other matrix shapes, which round in another order.
+    alone, _ = _run(engine, "off", batch=1)
+    own = _agreement(off["tokens"], alone)
     for mode in ("stage", "cow"):
         seen = _delta(engine, mode)
         agreement = _agreement(off["tokens"], seen["tokens"])
+        difference, gap = _differences(seen, off)
         print(
-            f"{mode}: agrees {agreement:.3f}, off with itself {own:.3f}; windows {seen['windows']}", end="; "
+            f"{mode}: agrees {agreement:.3f}, off with itself {own:.3f}; windows {seen['windows']}; ", end=""
         )
+        print(f"log-probabilities differ by {difference:.3f}, outputs part at gaps up to {gap:.3f}; ", end="")
         print(f"accepted {seen['accepted_tokens']} of {seen['draft_tokens']} (off {off['accepted_tokens']})")
-        assert agreement >= own - 0.08
+        # Three standard deviations of the difference of two shares of 128.
+        assert agreement >= own - 3 * (0.5 / PROMPTS) ** 0.5
         rate, base = (x["accepted_tokens"] / x["draft_tokens"] for x in (seen, off))
-        assert abs(rate - base) < 3 * (0.25 / off["draft_tokens"]) ** 0.5 + 0.005
-        for ours, theirs, x, y in zip(
-            seen["logprobs"], off["logprobs"], seen["tokens"], off["tokens"], strict=True
-        ):
-            if x == y:
-                assert max(abs(p - q) for p, q in zip(ours, theirs, strict=True)) < 0.15
+        assert abs(rate - base) < 3 * (0.5 / off["draft_tokens"]) ** 0.5
+        # A logit of 16 to 32 is rounded to an eighth in bfloat16.
+        assert gap <= 0.25
+        assert difference <= 0.5
         assert seen["windows"] > 1000
         if mode == "stage":
             assert seen["commit_bytes"] > 0

@@ -1,0 +1,89 @@
+"""Claim: a step smaller than the graph that it is replayed in is checked and finished by its own rows alone.
+
+A captured graph leaves keys and values of as many rows as its batch size has; the rows behind the step's are
+whatever the padding gave.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nwor.modes import Mode
+from nwor.self_check import SelfCheck
+from nwor.window import StagedLayer, Window, WindowBatch, group_layers
+
+BLOCKS, BLOCK_SIZE, HEADS, SIZE = 6, 4, 2, 8
+GRAPH_ROWS, ROWS = 8, 5  # of the graph; of the step: windows of 3 and 2 tokens
+DTYPE = torch.float32
+SLOTS = torch.tensor([4, 5, 6, 17, 18])
+
+
+def _window() -> tuple[Window, list[torch.Tensor]]:
+    caches = [torch.randn(BLOCKS, HEADS, BLOCK_SIZE, 2 * SIZE) for _ in range(2)]
+    layers = []
+    for number, cache in enumerate(caches):
+        key_cache, value_cache = cache.transpose(1, 2).split(SIZE, dim=-1)
+
+        def write(
+            key: torch.Tensor,
+            value: torch.Tensor,
+            slots: torch.Tensor,
+            key_cache: torch.Tensor = key_cache,
+            value_cache: torch.Tensor = value_cache,
+        ) -> None:
+            assert key.shape[0] == value.shape[0] == slots.shape[0]
+            key_cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = key
+            value_cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = value
+
+        layers.append(
+            (
+                0,
+                StagedLayer(
+                    f"layer{number}", cache, key_cache, value_cache, "auto", None, None, DTYPE, write
+                ),
+            )
+        )
+    return Window(group_layers(layers)), caches
+
+
+def _begin(window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    starts = torch.tensor([0, 3, ROWS], dtype=torch.int32)
+    window.begin(WindowBatch(Mode.STAGE, 2, ROWS, starts, {0: SLOTS}))
+    return {
+        name: (torch.randn(GRAPH_ROWS, HEADS, SIZE), torch.randn(GRAPH_ROWS, HEADS, SIZE))
+        for name in sorted(window.layer_names)
+    }
+
+
+def _rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    return cache.transpose(1, 2)[slots // BLOCK_SIZE, slots % BLOCK_SIZE]
+
+
+@pytest.mark.parametrize("spoil", [False, True])
+def test_the_self_check_reads_the_steps_rows(spoil: bool) -> None:
+    window, caches = _window()
+    sources = _begin(window)
+    window.adopt(window.captured(sources))
+    check = SelfCheck(window)
+    counts = torch.tensor([2, 2], dtype=torch.int32)
+    held = dict(window.sources)
+    window.commit(counts)
+    if spoil:  # the second token of the first window, which was accepted
+        caches[1][1, 1, 1, 3] += 1
+    assert check.violations(held, counts) == int(spoil)
+
+
+def test_finishing_directly_writes_the_steps_rows() -> None:
+    window, caches = _window()
+    before = [cache.clone() for cache in caches]
+    sources = _begin(window)
+    window.adopt(window.captured(sources))
+    window.finish_direct()
+    window.abort()
+    for number, cache in enumerate(caches):
+        key, value = sources[f"layer{number}"]
+        expected = torch.cat([key, value], dim=-1)[:ROWS]
+        assert torch.equal(_rows(cache, SLOTS), expected)
+        others = torch.tensor([s for s in range(BLOCKS * BLOCK_SIZE) if s not in SLOTS.tolist()])
+        assert torch.equal(_rows(cache, others), _rows(before[number], others))
