@@ -8,6 +8,9 @@ from types import TracebackType
 
 import torch
 
+#: Pairs of events that may wait to be read; a rank whose figures nobody asks for keeps no more.
+MOST_PENDING = 32
+
 
 class CommitTimer:
     """Times each ``with`` block: the host's clock on a CPU, a pair of events on a GPU.
@@ -18,7 +21,7 @@ class CommitTimer:
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"
         self._started = 0.0
-        self._seconds: list[float] = []
+        self._count, self._seconds = 0, 0.0
         self._open: torch.cuda.Event | None = None
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -39,17 +42,27 @@ class CommitTimer:
         if kind is not None:
             return
         if not self._events:
-            self._seconds.append(time.perf_counter() - self._started)
+            self._add(time.perf_counter() - self._started)
             return
         assert self._open is not None
         end = torch.cuda.Event(enable_timing=True)
         end.record()
         self._pending.append((self._open, end))
+        if len(self._pending) > MOST_PENDING:
+            self._read()
+
+    def _add(self, seconds: float) -> None:
+        self._count += 1
+        self._seconds += seconds
+
+    def _read(self) -> None:
+        while self._pending and self._pending[0][1].query():
+            start, end = self._pending.popleft()
+            self._add(start.elapsed_time(end) / 1000)
 
     def drain(self) -> tuple[int, float]:
         """Return how many measurements were completed since the last call, and their sum in seconds."""
-        while self._pending and self._pending[0][1].query():
-            start, end = self._pending.popleft()
-            self._seconds.append(start.elapsed_time(end) / 1000)
-        seconds, self._seconds = self._seconds, []
-        return len(seconds), sum(seconds)
+        self._read()
+        drained = self._count, self._seconds
+        self._count, self._seconds = 0, 0.0
+        return drained

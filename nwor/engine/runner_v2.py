@@ -94,6 +94,8 @@ class NworRunnerV2(Base):
         get_output = output.get_output
 
         def counted() -> Any:
+            # Else the output would refer to itself, and its tensors would wait for the garbage collector.
+            del output.get_output  # type: ignore[misc]
             result = get_output()
             sampled = output.num_sampled_tokens_np.tolist()
             record = self.nwor.account(plan, [max(count - 1, 0) for count in sampled])

@@ -1,8 +1,8 @@
 """Claim: on a GPU `stage` and `cow` accept what `off` accepts, and no rejected token changes the cache.
 
 Coverage: the demo model in bfloat16 on model runner V2, with full and piecewise CUDA graphs and without any.
-Tolerance: outputs of two modes may part where two logits round alike, so they have to agree as often as `off`
-agrees with itself in batches of another size; acceptance within counting noise; cache slots byte for byte.
+Tolerance: `cow` gives the tokens of `off`; those of `stage` may part from them where two logits nearly tie,
+nowhere else; acceptance within counting noise; cache slots byte for byte.
 """
 
 from __future__ import annotations
@@ -129,7 +129,6 @@ def _differences(seen: dict[str, Any], off: dict[str, Any]) -> tuple[float, floa
 def test_outputs_and_acceptance(engine: Any) -> None:
     _run(engine, "off")
     off = _delta(engine, "off")
-    # Another batch composition gives other matrix shapes, which round in another order.
     alone, _ = _run(engine, "off", batch=1)
     own = _agreement(off["tokens"], alone)
     for mode in ("stage", "cow"):
@@ -141,13 +140,13 @@ def test_outputs_and_acceptance(engine: Any) -> None:
         )
         print(f"log-probabilities differ by {difference:.3f}, outputs part at gaps up to {gap:.3f}; ", end="")
         print(f"accepted {seen['accepted_tokens']} of {seen['draft_tokens']} (off {off['accepted_tokens']})")
-        # Three standard deviations of the difference of two shares of 128.
-        assert agreement >= own - 3 * (0.5 / PROMPTS) ** 0.5
         rate, base = (x["accepted_tokens"] / x["draft_tokens"] for x in (seen, off))
         assert abs(rate - base) < 3 * (0.5 / off["draft_tokens"]) ** 0.5
-        # A logit of 16 to 32 is rounded to an eighth in bfloat16.
+        # Stock attention rounds a row alike in every batch, another kernel does not: what may differ is the
+        # choice between near-ties. A logit of 16 to 32 is rounded to an eighth in bfloat16.
         assert gap <= 0.25
-        assert difference <= 0.5
+        assert difference <= 0.75
+        assert mode == "stage" or agreement == own == 1.0
         assert seen["windows"] > 1000
         if mode == "stage":
             assert seen["commit_bytes"] > 0

@@ -1,0 +1,177 @@
+"""Claim: on two GPUs every rank stages, and each accepts and writes what it has to, in every mode.
+
+Coverage: the demo model and its EAGLE head in bfloat16, split over two GPUs, on vLLM's executor of several
+processes, with CUDA graphs and steps scheduled ahead; the plugin comes into the workers by its entry point.
+Tolerance: counts are equal, between ranks and to vLLM's own; acceptance within counting noise of `off`; cache
+slots byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from server import demo
+from tests.gpu import entry_points
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.engine,
+    # How vLLM's worker processes end is not what is tested.
+    pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"),
+]
+if torch.cuda.device_count() < 2:
+    pytest.skip("needs two NVIDIA GPUs", allow_module_level=True)
+
+RANKS = 2
+K = 4
+PROMPTS = 128
+NEW_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        entry_points.provide(tmp_path_factory.mktemp("plugin"), patch)
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the scheduler runs here, the workers do not
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        import vllm.envs
+        import vllm.plugins
+        from vllm import LLM
+
+        # Another engine of this process may have read both before.
+        vllm.envs.disable_envs_cache()
+        patch.setattr(vllm.plugins, "plugins_loaded", False)
+        llm = LLM(
+            str(demo.model_path()),
+            dtype="bfloat16",
+            tensor_parallel_size=RANKS,
+            distributed_executor_backend="mp",
+            max_model_len=1024,
+            max_num_seqs=64,
+            max_num_batched_tokens=512,
+            gpu_memory_utilization=0.3,
+            num_gpu_blocks_override=4096,
+            speculative_config={
+                "model": str(demo.draft_path()),
+                "method": demo.draft_method(),
+                "num_speculative_tokens": K,
+            },
+            additional_config={"nwor": {"mode": "off", "self_check_interval": 5}},
+            worker_extension_cls="tests.gpu.rank_probe.RankProbe",
+            disable_log_stats=False,
+        )
+        yield llm
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _core(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core
+
+
+def _run(llm: Any, mode: str) -> None:
+    """Complete all prompts in a mode, and take in the steps that are still under way then."""
+    from vllm import SamplingParams
+
+    llm.collective_rpc("nwor_set_mode", args=(mode,))
+    bodies = ["return a + b", "for i in range(10):\n        total += i", "raise ValueError(message)", "x = {"]
+    prompts = [
+        f"class Item{i % 9}:\n    def method_{i}(self, a, b):\n        " + bodies[i % 4] * (1 + i % 3)
+        for i in range(PROMPTS)
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    llm.generate(prompts, params, use_tqdm=False)
+    while _core(llm).batch_queue or _core(llm).scheduler.has_requests():
+        llm.llm_engine.step()
+
+
+def _counted_by_vllm(llm: Any) -> int:
+    metrics = llm.get_metrics()
+    return sum(m.value for m in metrics if m.name == "vllm:spec_decode_num_accepted_tokens")
+
+
+def _measure(llm: Any, mode: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run in a mode and return what the ranks, NWOR's scheduler and vLLM counted meanwhile."""
+    scheduler = _core(llm).scheduler
+    arrived = {"windows": 0, "accepted": 0, "in_time": 0}
+    original = scheduler._nwor_counted_by_vllm
+
+    def watched(record: Any, output: Any) -> int:
+        in_time: int = original(record, output)
+        arrived["windows"] += len(record.windows)
+        arrived["accepted"] += sum(accepted for _, _, _, accepted in record.windows.values())
+        arrived["in_time"] += in_time  # without windows whose request had ended before its step's results
+        return in_time
+
+    patch.setattr(scheduler, "_nwor_counted_by_vllm", watched)
+    before, counted_before = llm.collective_rpc("nwor_report"), _counted_by_vllm(llm)
+    llm.collective_rpc("count_start")
+    try:
+        _run(llm, mode)
+    finally:
+        counts = llm.collective_rpc("count_stop")
+    return {
+        "before": before,
+        "reports": llm.collective_rpc("nwor_report"),
+        "counts": counts,
+        "arrived": arrived,
+        "vllm": _counted_by_vllm(llm) - counted_before,
+    }
+
+
+def test_every_rank_is_an_nwor_worker(engine: Any) -> None:
+    ranks = engine.collective_rpc("probe_rank")
+    assert [rank["tensor_parallel_rank"] for rank in ranks] == list(range(RANKS))
+    assert len({rank["device"] for rank in ranks}) == RANKS
+    assert {rank["runner"] for rank in ranks} == {"NworGPUModelRunnerV2"}
+    assert all(rank["plugin"] for rank in ranks)
+
+
+def test_ranks_count_alike_and_as_vllm(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {}
+    for mode in ("off", "stage", "cow"):
+        seen = _measure(engine, mode, monkeypatch)
+        monkeypatch.undo()
+        counts, reports, before = seen["counts"], seen["reports"], seen["before"]
+        print(mode, counts, seen["arrived"], "vLLM", seen["vllm"])
+        assert [report["rank"] for report in reports] == list(range(RANKS))
+        for report in reports:
+            assert (report["mode"], report["fault"], report["unsupported"]) == (mode, None, None)
+            assert report["ranks"] == RANKS
+            assert report["token_bytes"] == reports[0]["token_bytes"] > 0
+        steps = [report["steps"] - old["steps"] for report, old in zip(reports, before, strict=True)]
+        assert len(set(steps)) == 1
+        assert steps[0] > 10
+
+        assert counts == [counts[0]] * RANKS
+        for name, value in counts[0].items():
+            assert value == reports[0]["counts"][name] - before[0]["counts"][name], name
+        assert reports[0]["counts"]["direct_windows"] == before[0]["counts"]["direct_windows"]
+        assert seen["arrived"]["windows"] == counts[0]["windows"] > 1000
+        assert seen["arrived"]["accepted"] == counts[0]["accepted_tokens"]
+        assert seen["arrived"]["in_time"] == seen["vllm"] > 0
+        assert not _core(engine).scheduler._nwor_logged
+
+        rates[mode] = counts[0]["accepted_tokens"] / counts[0]["draft_tokens"]
+        noise = 3 * (0.25 / counts[0]["draft_tokens"]) ** 0.5 + 0.005
+        assert abs(rates[mode] - rates["off"]) < noise, rates
+
+
+@pytest.mark.parametrize("mode", ["stage", "cow"])
+def test_no_slot_of_a_rejected_token_changes_on_any_rank(engine: Any, mode: str) -> None:
+    engine.collective_rpc("probe_start")
+    try:
+        _run(engine, mode)
+    finally:
+        seen = engine.collective_rpc("probe_stop")
+    print(mode, seen)
+    assert seen == [seen[0]] * RANKS
+    assert seen[0]["stray"] == 0
+    assert seen[0]["unwritten"] == 0
+    assert seen[0]["rejected"] > 100
+    assert seen[0]["accepted"] > 100
+    for report in engine.collective_rpc("nwor_report"):
+        assert report["fault"] is None
