@@ -17,14 +17,15 @@ inline constexpr const char* kVerifyAttention =
     "Tensor? k_scale, Tensor? v_scale, "
     "int sliding_window, float softcap, Tensor? sinks, Tensor? ancestor_mask) -> ()";
 
-// `layer_table` holds addresses (layer_table.h); `caches` are the tensors those addresses lie in.
+// `layer_table` holds addresses (layer_table.h); `caches` are the tensors those addresses lie in. With `rejected` the
+// commit counts say how many of a window's last tokens are left out, instead of how many of its first are kept.
 inline constexpr const char* kCommitWindow =
     "commit_window("
     "Tensor layer_table, Tensor(a!)[] caches, Tensor slots, Tensor query_start_loc, "
     "Tensor? commit_counts, Tensor? source_index, "
     "int num_kv_heads, int head_size, int block_size, int num_blocks, "
     "ScalarType source_dtype, str kv_cache_dtype, "
-    "Tensor? k_scales, Tensor? v_scales) -> ()";
+    "Tensor? k_scales, Tensor? v_scales, bool rejected=False) -> ()";
 
 inline constexpr const char* kStageWindow =
     "stage_window("
@@ -40,7 +41,7 @@ inline constexpr const char* kRestoreSlots =
     "restore_slots("
     "Tensor layer_table, Tensor(a!)[] caches, Tensor log, Tensor slots, Tensor query_start_loc, "
     "Tensor commit_counts, "
-    "int num_kv_heads, int head_size, int block_size, int num_blocks) -> ()";
+    "int num_kv_heads, int head_size, int block_size, int num_blocks, bool rejected=False) -> ()";
 
 inline constexpr const char* kAllSchemas[] = {
     kVerifyAttention, kCommitWindow, kStageWindow, kLogSlots, kRestoreSlots};

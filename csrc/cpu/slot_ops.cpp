@@ -43,7 +43,8 @@ void for_each_move(const std::vector<Move>& moves, int64_t layers, const F& f) {
 void commit_window(Tensor layer_table, std::vector<Tensor> caches, Tensor slots, Tensor query_start_loc,
                    std::optional<Tensor> commit_counts, std::optional<Tensor> source_index, int64_t num_kv_heads,
                    int64_t head_size, int64_t block_size, int64_t num_blocks, ScalarType source_dtype,
-                   std::string kv_cache_dtype, std::optional<Tensor> k_scales, std::optional<Tensor> v_scales) {
+                   std::string kv_cache_dtype, std::optional<Tensor> k_scales, std::optional<Tensor> v_scales,
+                   bool rejected) {
   const SlotArguments a = check_slot_arguments(layer_table, caches, slots, query_start_loc, num_kv_heads, head_size,
                                                block_size, num_blocks);
   const Format source = source_format(source_dtype, "source_dtype");
@@ -64,9 +65,10 @@ void commit_window(Tensor layer_table, std::vector<Tensor> caches, Tensor slots,
     const int32_t* counts = commit_counts->const_data_ptr<int32_t>();
     for (int64_t i = 0; i < a.batch; ++i) {
       const int64_t length = starts[i + 1] - starts[i];
-      STD_TORCH_CHECK(counts[i] <= length, "commit_counts: element ", i, " is ", counts[i], ", but the window has ",
-                      length, " tokens");
-      for (int64_t row = starts[i]; row < starts[i] + counts[i]; ++row) {
+      STD_TORCH_CHECK(counts[i] <= length && (!rejected || counts[i] >= 0), "commit_counts: element ", i, " is ",
+                      counts[i], ", but the window has ", length, " tokens");
+      const int64_t count = rejected ? length - counts[i] : counts[i];
+      for (int64_t row = starts[i]; row < starts[i] + count; ++row) {
         check_slot(slot[row], row, block_size, num_blocks);
         if (slot[row] >= 0) moves.push_back({row, slot[row]});
       }
@@ -132,14 +134,16 @@ void log_slots(Tensor layer_table, std::vector<Tensor> caches, Tensor log, Tenso
 
 void restore_slots(Tensor layer_table, std::vector<Tensor> caches, Tensor log, Tensor slots, Tensor query_start_loc,
                    Tensor commit_counts, int64_t num_kv_heads, int64_t head_size, int64_t block_size,
-                   int64_t num_blocks) {
+                   int64_t num_blocks, bool rejected) {
   const SlotArguments a = check_slot_arguments(layer_table, caches, slots, query_start_loc, num_kv_heads, head_size,
                                                block_size, num_blocks);
   check_log(log, a, num_kv_heads * head_size * a.element_bytes, layer_table);
   check_vector(commit_counts, "commit_counts", ScalarType::Int, a.batch, layer_table);
   const int32_t* counts = commit_counts.const_data_ptr<int32_t>();
-  const auto moves = draft_moves(query_start_loc.const_data_ptr<int32_t>(), slots.const_data_ptr<int64_t>(), a,
-                                 block_size, num_blocks, [counts](int64_t i) { return counts[i]; });
+  const int32_t* starts = query_start_loc.const_data_ptr<int32_t>();
+  const auto moves = draft_moves(starts, slots.const_data_ptr<int64_t>(), a, block_size, num_blocks, [&](int64_t i) {
+    return rejected ? starts[i + 1] - starts[i] - counts[i] : counts[i];
+  });
   // The log is only read: move_token copies out of it.
   move_slots(layer_table, moves, const_cast<char*>(static_cast<const char*>(log.const_data_ptr())), log.size(2), a,
              {num_kv_heads, head_size, block_size}, false);

@@ -4,6 +4,7 @@
 // with the row that goes there). Its threads walk the tokens in 16-byte pieces, several loads in flight each.
 #include <algorithm>
 
+#include "divisor.h"
 #include "mma.cuh"
 #include "window_params.h"
 
@@ -12,7 +13,8 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kSlotsPerBlock = 4;  // with source_index
-constexpr int kInFlight = 4;
+constexpr int kInFlight = 5;       // 16-byte pieces of a thread: all of a window of 5 tokens of 8 heads of 128
+constexpr int kBlocksPerSm = 8;
 
 struct FloatType { using Element = float; static __device__ float widen(float x) { return x; } };
 struct HalfType {
@@ -76,26 +78,58 @@ __device__ __forceinline__ bool can_vectorize(const Side<Element, CacheElement>&
 __device__ __forceinline__ uint32_t bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ uint32_t bits_of(uint16_t x) { return x; }
 
-template <class Type, class CacheElement>
-__device__ __forceinline__ CacheElement convert(typename Type::Element x, float scale, bool e5m2) {
-  if constexpr (sizeof(CacheElement) == 1) {
-    return quantize_fp8(Type::widen(x), scale, e5m2);
-  } else {
-    return x;
+// x / scale, rounded as division rounds, from the scale's reciprocal: a product, its exact error, and its correction
+// (Markstein). Where that does not hold, the quotient is far beyond what fp8 holds (whose overflow saturates), below
+// what it can tell from zero, or the scale is no ordinary number and `exact` is false.
+struct Quotient {
+  float scale, reciprocal;
+  bool exact;
+
+  __device__ __forceinline__ explicit Quotient(float by) : scale(by), reciprocal(1.f / by) {
+    const float magnitude = fabsf(by);
+    exact = magnitude >= 0x1p-60f && magnitude <= 0x1p60f;
   }
+
+  __device__ __forceinline__ float of(float x) const {
+    if (!exact) return x / scale;
+    const float product = x * reciprocal;
+    const float corrected = fmaf(fmaf(-product, scale, x), reciprocal, product);
+    const float magnitude = fabsf(product);
+    return magnitude >= 0x1p-20f && magnitude < 0x1p40f ? corrected : product;  // the latter keeps a zero's sign
+  }
+};
+
+// Elements of one 16-byte piece to fp8, two at a time.
+template <class Type, int kWidth>
+__device__ __forceinline__ void quantize_piece(const typename Type::Element (&elements)[kWidth], const Quotient& by,
+                                               bool e5m2, uint16_t (&converted)[kWidth / 2]) {
+  const __nv_fp8_interpretation_t kind = e5m2 ? __NV_E5M2 : __NV_E4M3;
+#pragma unroll
+  for (int e = 0; e < kWidth; e += 2)
+    converted[e / 2] = __nv_cvt_float2_to_fp8x2(
+        make_float2(by.of(Type::widen(elements[e])), by.of(Type::widen(elements[e + 1]))), __NV_SATFINITE, kind);
 }
 
+// What the launch knows of the pieces that a token's rows are cut into.
+struct Pieces {
+  Divisor per_token, per_head;            // 16-byte pieces
+  Divisor elements_per_token, head_size;  // where rows are not aligned and an element is a piece
+  Divisor block_size;
+};
+
 template <class Type, class CacheElement>
-__global__ void __launch_bounds__(kThreads, 10) commit_kernel(const CommitParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    commit_kernel(const __grid_constant__ CommitParams p, const __grid_constant__ Pieces cut) {
   using Element = typename Type::Element;
   constexpr int kWidth = 16 / sizeof(Element);  // elements per 16-byte load
   const int layer = blockIdx.y;
-  const int heads = p.shape.num_kv_heads, head_size = p.shape.head_size;
 
   int first, count;
   if (p.commit_counts != nullptr) {
     first = __ldg(p.query_start_loc + blockIdx.x);
-    count = min(__ldg(p.query_start_loc + blockIdx.x + 1) - first, __ldg(p.commit_counts + blockIdx.x));
+    const int length = __ldg(p.query_start_loc + blockIdx.x + 1) - first;
+    const int given = __ldg(p.commit_counts + blockIdx.x);
+    count = min(length, p.rejected ? length - given : given);
   } else {
     first = __ldg(p.query_start_loc) + blockIdx.x * kSlotsPerBlock;
     count = min(__ldg(p.query_start_loc + p.shape.batch) - first, kSlotsPerBlock);
@@ -104,62 +138,70 @@ __global__ void __launch_bounds__(kThreads, 10) commit_kernel(const CommitParams
   if (count <= 0) return;
 
   const bool is_value = blockIdx.z == 1;
-  const auto side =
-      make_side<Element, CacheElement>(p.table, is_value, is_value ? p.v_scales : p.k_scales,
-                                       is_value ? p.v_scale_per_head : p.k_scale_per_head, layer, heads);
-  const bool vectorized = can_vectorize(side, head_size);
+  const auto side = make_side<Element, CacheElement>(p.table, is_value, is_value ? p.v_scales : p.k_scales,
+                                                     is_value ? p.v_scale_per_head : p.k_scale_per_head, layer,
+                                                     p.shape.num_kv_heads);
+  const bool vectorized = can_vectorize(side, p.shape.head_size);
   const int width = vectorized ? kWidth : 1;
-  const int per_head = head_size / width;
-  const int per_token = heads * per_head;
-  const int pieces = count * per_token;
+  const Divisor& per_token = vectorized ? cut.per_token : cut.elements_per_token;
+  const Divisor& per_head = vectorized ? cut.per_head : cut.head_size;
+  const int pieces = count * static_cast<int>(per_token.value);
+  const Quotient whole_layer(side.scale);
 
   for (int base = threadIdx.x; base < pieces; base += kThreads * kInFlight) {
+    // First all loads: neither a row's numbers nor its slot waits for the other.
     uint4 data[kInFlight];
-    CacheElement* to[kInFlight];
-    float scale[kInFlight];
+    int64_t slots[kInFlight];
+    int head_column[kInFlight];  // element of the token
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int piece = base + i * kThreads;
-      to[i] = nullptr;
+      slots[i] = -1;
       if (piece >= pieces) continue;
-      const int token = piece / per_token;
-      const int rest = piece - token * per_token;
-      const int64_t slot = __ldg(p.slots + first + token);
-      int source_row = first + token;
-      if (p.source_index != nullptr) source_row = __ldg(p.source_index + first + token);
-      if (slot < 0 || slot >= p.shape.num_slots || source_row < 0 || source_row >= p.shape.tokens) continue;
-      const int head = rest / per_head;
-      const int column = (rest - head * per_head) * width;
+      const int token = divide(piece, per_token);
+      const int rest = piece - token * static_cast<int>(per_token.value);
+      const int head = divide(rest, per_head);
+      const int column = (rest - head * static_cast<int>(per_head.value)) * width;
+      const int source_row = p.source_index != nullptr ? __ldg(p.source_index + first + token) : first + token;
+      if (source_row < 0 || source_row >= p.shape.tokens) continue;
+      slots[i] = __ldg(p.slots + first + token);
+      head_column[i] = head * p.shape.head_size + column;
       const Element* from = side.source + source_row * side.source_token + head * side.source_head + column;
       if (vectorized) {
         data[i] = __ldcs(reinterpret_cast<const uint4*>(from));
       } else {
         data[i].x = bits_of(*from);
       }
-      const int64_t block = static_cast<uint32_t>(slot) == slot
-                                ? static_cast<uint32_t>(slot) / static_cast<uint32_t>(p.shape.block_size)
-                                : slot / p.shape.block_size;
-      to[i] = side.cache + block * side.block + (slot - block * p.shape.block_size) * side.token + head * side.head +
-              column * side.element;
-      scale[i] = side.head_scales != nullptr ? __ldg(side.head_scales + head) : side.scale;
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      if (to[i] == nullptr) continue;
+      const int64_t slot = slots[i];
+      if (slot < 0 || slot >= p.shape.num_slots) continue;
+      const int64_t block = slot <= INT32_MAX ? divide(static_cast<int>(slot), cut.block_size)
+                                              : slot / p.shape.block_size;
+      const int head = divide(head_column[i], cut.head_size);
+      const int column = head_column[i] - head * p.shape.head_size;
+      CacheElement* to = side.cache + block * side.block + (slot - block * p.shape.block_size) * side.token +
+                         head * side.head + column * side.element;
       const Element* elements = reinterpret_cast<const Element*>(&data[i]);
-      if (!vectorized) {
-        *to[i] = convert<Type, CacheElement>(elements[0], scale[i], p.is_e5m2);
-      } else if constexpr (sizeof(CacheElement) == sizeof(Element)) {
-        *reinterpret_cast<uint4*>(to[i]) = data[i];
-      } else {
-        alignas(8) CacheElement converted[kWidth];
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e)
-          converted[e] = convert<Type, CacheElement>(elements[e], scale[i], p.is_e5m2);
-        if constexpr (kWidth == 8) {
-          *reinterpret_cast<uint2*>(to[i]) = *reinterpret_cast<const uint2*>(converted);
+      if constexpr (sizeof(CacheElement) == sizeof(Element)) {
+        if (vectorized) {
+          *reinterpret_cast<uint4*>(to) = data[i];
         } else {
-          *reinterpret_cast<uint32_t*>(to[i]) = *reinterpret_cast<const uint32_t*>(converted);
+          *to = elements[0];
+        }
+      } else {
+        const Quotient by = side.head_scales != nullptr ? Quotient(__ldg(side.head_scales + head)) : whole_layer;
+        if (vectorized) {
+          alignas(8) uint16_t converted[kWidth / 2];
+          quantize_piece<Type, kWidth>(*reinterpret_cast<const Element(*)[kWidth]>(elements), by, p.is_e5m2, converted);
+          if constexpr (kWidth == 8) {
+            *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(converted);
+          } else {
+            *reinterpret_cast<uint32_t*>(to) = *reinterpret_cast<const uint32_t*>(converted);
+          }
+        } else {
+          *to = quantize_fp8(Type::widen(elements[0]), by.scale, p.is_e5m2);
         }
       }
     }
@@ -171,11 +213,15 @@ cudaError_t launch(const CommitParams& p, cudaStream_t stream) {
   const int blocks =
       p.commit_counts != nullptr ? p.shape.batch : (p.shape.tokens + kSlotsPerBlock - 1) / kSlotsPerBlock;
   if (blocks == 0 || p.shape.layers == 0 || p.shape.num_kv_heads == 0 || p.shape.head_size == 0) return cudaSuccess;
+  const int per_head = std::max<int>(p.shape.head_size * sizeof(typename Type::Element) / 16, 1);
+  const Pieces cut{Divisor(p.shape.num_kv_heads * per_head), Divisor(per_head),
+                   Divisor(p.shape.num_kv_heads * p.shape.head_size), Divisor(p.shape.head_size),
+                   Divisor(p.shape.block_size)};
   const dim3 grid(blocks, p.shape.layers, 2);
   if (p.is_fp8) {
-    commit_kernel<Type, uint8_t><<<grid, kThreads, 0, stream>>>(p);
+    commit_kernel<Type, uint8_t><<<grid, kThreads, 0, stream>>>(p, cut);
   } else {
-    commit_kernel<Type, typename Type::Element><<<grid, kThreads, 0, stream>>>(p);
+    commit_kernel<Type, typename Type::Element><<<grid, kThreads, 0, stream>>>(p, cut);
   }
   return cudaGetLastError();
 }

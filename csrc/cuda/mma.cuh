@@ -11,6 +11,14 @@ namespace nwor {
 // What the tensor cores multiply. An fp8 cache is multiplied as fp16: both fp8 formats fit into it exactly.
 enum class Kind { kBf16, kFp16, kFp8 };
 
+// The same number, of which the compiler knows nothing: what is computed from it in a seldom branch of a loop is not
+// moved in front of the loop, where it would occupy registers.
+template <class T>
+__device__ __forceinline__ T recomputed(T number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

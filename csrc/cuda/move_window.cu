@@ -34,7 +34,12 @@ __global__ void __launch_bounds__(kThreads) slot_log_kernel(const SlotLogParams 
   const bool value = blockIdx.z == 1;
   int first = __ldg(p.query_start_loc + blockIdx.x);
   const int end = min(__ldg(p.query_start_loc + blockIdx.x + 1), p.shape.tokens);
-  first += kRestore ? max(__ldg(p.commit_counts + blockIdx.x), 1) : 1;
+  int kept = 1;
+  if (kRestore) {
+    const int given = __ldg(p.commit_counts + blockIdx.x);
+    kept = max(p.rejected ? __ldg(p.query_start_loc + blockIdx.x + 1) - first - given : given, 1);
+  }
+  first += kept;
   if (first >= end) return;
 
   const int64_t* row = reinterpret_cast<const int64_t*>(p.table + layer);

@@ -6,7 +6,6 @@ namespace nwor {
 namespace {
 
 constexpr size_t kAlignment = 256;
-constexpr int kMinTiles = 6;  // fewest tiles of a group that are worth another worker
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -56,7 +55,6 @@ cudaError_t launch_verify_attention(VerifyParams params, int head_size, int max_
   params.whole_tiles = params.block_size % kTileTokens == 0;
   params.tickets = static_cast<int*>(workspace);
   params.partial_stats = reinterpret_cast<float2*>(static_cast<char*>(workspace) + ticket_bytes(num_sms));
-  params.min_tiles = kMinTiles;
   request.params = params;
   request.rows = params.num_heads / params.num_kv_heads * max_query_len;
   request.num_sms = num_sms;

@@ -5,12 +5,21 @@
 namespace nwor {
 namespace {
 
-// Columns: row tiles, stages; then blocks per multiprocessor.
+// Columns: row tiles, warpgroups, stages of keys and of values; then blocks per multiprocessor.
 template <Kind kKind>
 cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 72);
-  return launch_first_fitting<Choice<WarpgroupShape<128, 3, 3, kKind>, 2>, Choice<WarpgroupShape<128, 5, 3, kKind>, 2>,
-                              Choice<WarpgroupShape<128, 9, 2, kKind>, 2>>(request);
+  return launch_first_fitting<Choice<WarpgroupShape<128, 3, 1, 3, 3, kKind>, 2>,
+                              Choice<WarpgroupShape<128, 5, 1, 3, 3, kKind>, 2>,
+                              Choice<WarpgroupShape<128, 9, 1, 3, 2, kKind>, 2>>(request);
+}
+
+template <>
+cudaError_t launch_wgmma<Kind::kFp8>(LaunchRequest request) {
+  constexpr Kind kKind = Kind::kFp8;
+  request.rows = std::min(request.rows, 72);
+  return launch_first_fitting<Choice<WarpgroupShape<128, 5, 1, 3, 3, kKind>, 3>,
+                              Choice<WarpgroupShape<128, 9, 1, 4, 4, kKind>, 2>>(request);
 }
 
 template <Kind kKind>
@@ -33,7 +42,8 @@ cudaError_t launch_fp8(LaunchRequest request) {
 }  // namespace
 
 cudaError_t launch_head128(const LaunchRequest& request) {
-  if (request.params.is_fp8) return launch_fp8(request);
+  if (request.params.is_fp8)
+    return request.has_wgmma && request.rows > 24 ? launch_wgmma<Kind::kFp8>(request) : launch_fp8(request);
   if (request.has_wgmma && request.rows > 16)
     return request.params.is_bf16 ? launch_wgmma<Kind::kBf16>(request) : launch_wgmma<Kind::kFp16>(request);
   return request.params.is_bf16 ? launch_16bit<Kind::kBf16>(request) : launch_16bit<Kind::kFp16>(request);

@@ -5,13 +5,23 @@
 namespace nwor {
 namespace {
 
-// Columns: row tiles, stages; then blocks per multiprocessor.
+// Columns: row tiles, warpgroups, stages of keys and of values; then blocks per multiprocessor.
 template <Kind kKind>
 cudaError_t launch_wgmma(LaunchRequest request) {
-  request.rows = std::min(request.rows, 72);
-  return launch_first_fitting<Choice<WarpgroupShape<256, 1, 3, kKind>, 1>, Choice<WarpgroupShape<256, 2, 3, kKind>, 1>,
-                              Choice<WarpgroupShape<256, 3, 3, kKind>, 1>, Choice<WarpgroupShape<256, 5, 3, kKind>, 1>,
-                              Choice<WarpgroupShape<256, 9, 2, kKind>, 1>>(request);
+  request.rows = std::min(request.rows, 80);
+  return launch_first_fitting<
+      Choice<WarpgroupShape<256, 1, 1, 3, 3, kKind>, 1>, Choice<WarpgroupShape<256, 2, 1, 3, 3, kKind>, 1>,
+      Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind>, 1>, Choice<WarpgroupShape<256, 3, 2, 3, 3, kKind>, 1>,
+      Choice<WarpgroupShape<256, 5, 2, 3, 2, kKind>, 1>>(request);
+}
+
+template <>
+cudaError_t launch_wgmma<Kind::kFp8>(LaunchRequest request) {
+  constexpr Kind kKind = Kind::kFp8;
+  request.rows = std::min(request.rows, 80);
+  return launch_first_fitting<
+      Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind>, 2>, Choice<WarpgroupShape<256, 5, 1, 3, 2, kKind>, 2>,
+      Choice<WarpgroupShape<256, 5, 2, 4, 4, kKind>, 1>>(request);
 }
 
 template <Kind kKind>
@@ -39,7 +49,8 @@ cudaError_t launch_fp8(LaunchRequest request) {
 }  // namespace
 
 cudaError_t launch_head256(const LaunchRequest& request) {
-  if (request.params.is_fp8) return launch_fp8(request);
+  if (request.params.is_fp8)
+    return request.has_wgmma && request.rows > 16 ? launch_wgmma<Kind::kFp8>(request) : launch_fp8(request);
   if (request.has_wgmma)
     return request.params.is_bf16 ? launch_wgmma<Kind::kBf16>(request) : launch_wgmma<Kind::kFp16>(request);
   return request.params.is_bf16 ? launch_16bit<Kind::kBf16>(request) : launch_16bit<Kind::kFp16>(request);

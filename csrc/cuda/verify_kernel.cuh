@@ -117,7 +117,7 @@ __device__ __forceinline__ void multiply_values(uint32_t value_tile, bool e5m2,
 template <class S>
 __device__ __forceinline__ void mask_scores(const VerifyParams& p, const Segment& segment, int warp_row, bool window,
                                             int token, int valid, float (&scores)[S::kRowTiles][4]) {
-  const int lane = threadIdx.x % 32;
+  const int lane = recomputed(static_cast<int>(threadIdx.x % 32));
   const bool tree = p.ancestor_mask != nullptr;
   if (!tree && p.sliding_window <= 0) {
 #pragma unroll

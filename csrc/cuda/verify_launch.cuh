@@ -76,6 +76,20 @@ Residency find_residency(const LaunchRequest& request) {
   return found;
 }
 
+// How many thread blocks add up through distributed shared memory. A unit's thread blocks are joined twice: those of
+// a cluster there, then the clusters by way of the workspace. Both joins take a step for each part or so, which is
+// least where there are as many of one as of the other. Where there are only two or so in all, one join is enough;
+// where units straddle workers, clusters would only make the balance coarser.
+inline int choose_cluster(const Residency& residency, int64_t units) {
+  int best = 1;
+  for (int cluster = 2; cluster <= kMaxCluster; cluster *= 2) {
+    const bool square = int64_t{cluster} * cluster * units <= residency.workers[1];
+    const bool pair = cluster == 2 && residency.workers[1] < 3 * units;
+    if ((square || pair) && residency.workers[cluster] >= units) best = cluster;
+  }
+  return best;
+}
+
 template <class S, int kBlocksPerSm>
 cudaError_t launch(const LaunchRequest& request) {
   constexpr int kDevices = 64;
@@ -88,22 +102,11 @@ cudaError_t launch(const LaunchRequest& request) {
   if (residency.blocks < 1) return cudaErrorInvalidConfiguration;
 
   VerifyParams p = request.params;
-  // The largest cluster, as sums within a cluster cost least, that with whole pieces of units keeps at least four
-  // fifths as many thread blocks busy as the best choice does.
   const int64_t chunks = (request.rows + S::kRows - 1) / S::kRows;
-  const int64_t units = chunks * p.batch * p.num_kv_heads;
-  const auto busy = [&](int cluster) {
-    const int64_t workers = residency.workers[cluster];
-    return units <= workers ? workers / units * units * cluster : 0;
-  };
-  int64_t best = 0;
-  for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) best = std::max(best, busy(cluster));
-  p.cluster = 1;
-  for (int cluster = 2; cluster <= kMaxCluster; cluster *= 2)
-    if (busy(cluster) > 0 && busy(cluster) * 5 >= best * 4) p.cluster = cluster;
+  p.cluster = choose_cluster(residency, chunks * p.batch * p.num_kv_heads);
   p.workers = residency.workers[p.cluster];
   p.by_workers = Divisor(p.workers);
-  p.min_tiles *= S::kGroups * p.cluster;
+  p.min_tiles = S::kMinTiles * S::kGroups * p.cluster;
   const int blocks = p.workers * p.cluster;
   p.partial_output = reinterpret_cast<float*>(p.partial_stats + 2 * static_cast<int64_t>(blocks) * S::kRows);
   cudaLaunchAttribute attribute;

@@ -36,6 +36,27 @@ struct Quad {
   }
 };
 
+// Adds up the same four positions of several parts. Loads are batched before the first use, because they come late:
+// from another thread block's shared memory, or from what another multiprocessor wrote to the L2 cache.
+template <class Load>
+__device__ __forceinline__ Quad add_parts(int count, Load load) {
+  constexpr int kBatch = 4;
+  Quad quad;
+#pragma unroll 1
+  for (int first = 0; first < count; first += kBatch) {
+    float2 stats[kBatch];
+    float4 parts[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      load(min(first + k, count - 1), stats[k], parts[k]);
+      if (first + k >= count) stats[k] = make_float2(kNoScore, 0.f);
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) quad.add(stats[k], parts[k]);
+  }
+  return quad;
+}
+
 // Adds a row's sink to its maximum and sum, and writes its log-sum-exp. Returns the factor by which the weighted
 // values shrink.
 static __device__ __noinline__ float finish_special_row(const VerifyParams& p, int start, int kv_head, int packed,
@@ -169,6 +190,7 @@ __device__ __forceinline__ void emit_slices(const VerifyParams& p, const Segment
   const bool whole = segment.worker_count == 1 && !in_cluster;
   const int row_limit = whole ? min(S::kRows, segment.row_count) : S::kRows;
   float* target = in_cluster ? space.sum() : p.partial_output + static_cast<int64_t>(slot) * S::kRows * S::kHeadSize;
+  const int target_stride = in_cluster ? S::kSumStride : S::kHeadSize;
   constexpr int kQuads = S::kMergeSlices * 4;
 #pragma unroll 2
   for (int i = threadIdx.x; i < row_limit * kQuads; i += S::kThreads) {
@@ -187,7 +209,7 @@ __device__ __forceinline__ void emit_slices(const VerifyParams& p, const Segment
     if (whole) {
       store_four<S>(p, space.outputs()[row], begin * 16 + position, total, space.rows()[row].y);
     } else {
-      *reinterpret_cast<float4*>(target + row * S::kHeadSize + begin * 16 + position) = total;
+      *reinterpret_cast<float4*>(target + row * target_stride + begin * 16 + position) = total;
     }
   }
 }
@@ -248,11 +270,11 @@ __device__ __forceinline__ void join_parts(const VerifyParams& p, const Segment&
 #pragma unroll 1
     for (int i = first_quad + threadIdx.x; i < end_quad; i += S::kThreads) {
       const int row = i / kRowQuads;
-      Quad quad;
-#pragma unroll 4
-      for (int other = 0; other < p.cluster; ++other)
-        quad.add(cluster_load2(cluster_address(rows_address + row * 8, other)),
-                 cluster_load4(cluster_address(sum_address + i * 16, other)));
+      const uint32_t quad_address = sum_address + (row * (S::kSumStride / 4) + i % kRowQuads) * 16;
+      const Quad quad = add_parts(p.cluster, [&](int other, float2& stats, float4& part) {
+        stats = cluster_load2(cluster_address(rows_address + row * 8, other));
+        part = cluster_load4(cluster_address(quad_address, other));
+      });
       if (segment.worker_count == 1) {
         store_quad<S>(p, segment, row, i % kRowQuads * 4, quad);
       } else {
@@ -278,12 +300,11 @@ __device__ __forceinline__ void join_parts(const VerifyParams& p, const Segment&
 #pragma unroll 1
       for (int i = first_quad + threadIdx.x; i < end_quad; i += S::kThreads) {
         const int row = i / kRowQuads;
-        Quad quad;
-#pragma unroll 8
-        for (int other = 0; other < segment.worker_count; ++other) {
+        const Quad quad = add_parts(segment.worker_count, [&](int other, float2& stats, float4& part) {
           const int from = slot_of(segment.first_worker + other);
-          quad.add(__ldcg(stats_of(from) + row), __ldcg(output_of(from) + i));
-        }
+          stats = __ldcg(stats_of(from) + row);
+          part = __ldcg(output_of(from) + i);
+        });
         store_quad<S>(p, segment, row, i % kRowQuads * 4, quad);
       }
     }

@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "divisor.h"
+
 namespace nwor {
 
 constexpr int kTileTokens = 16;     // cache tokens that a warp multiplies at a time
@@ -13,17 +15,6 @@ constexpr int kMaxWindow = 64;      // bits in an ancestor mask
 constexpr int kMaxRows = 80;        // most query rows that one thread block of any instantiation keeps
 constexpr int kMaxBlocksPerSm = 4;  // most resident thread blocks of any instantiation
 constexpr int kMaxCluster = 8;      // thread blocks that add their results up through distributed shared memory
-
-// Division of n < 2^31 by a number known before the launch: a multiplication and a shift.
-struct Divisor {
-  uint32_t value = 1, multiplier = 1u << 31, shift = 0;
-
-  Divisor() = default;
-  explicit Divisor(uint32_t by) : value(by) {
-    while ((uint64_t{1} << shift) < value) ++shift;
-    multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + value - 1) / value);
-  }
-};
 
 struct VerifyParams {
   const void* query;             // [T, Hq, D]

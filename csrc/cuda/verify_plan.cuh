@@ -21,10 +21,6 @@ struct RequestWork {
   int tiles;    // of the context from first_tile() on, and of the window
 };
 
-__device__ __forceinline__ int divide(int n, const Divisor& by) {
-  return static_cast<int>(__umulhi(2u * static_cast<uint32_t>(n), by.multiplier) >> by.shift);
-}
-
 // n / by and the remainder, for quotients below 2^20.
 __device__ __forceinline__ int divide_small(int n, int by, int& remainder) {
   if (n < by || by == 1) {  // the common cases, and much faster

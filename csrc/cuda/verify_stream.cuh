@@ -34,6 +34,20 @@ __device__ __forceinline__ float head_scale(const float* scales, int count, int 
   return scales == nullptr ? 1.f : __ldg(scales + (count == 1 ? 0 : head));
 }
 
+// The cache block, and the offset in it, where this warp's rows of a context tile begin. Called for one step after
+// the other.
+template <class S>
+__device__ __forceinline__ int2 find_tile(const VerifyParams& p, const Segment& segment, Stream<S>& stream, int step) {
+  if (step - stream.looked_up >= 32) {
+    stream.looked_up += 32;
+    stream.block = stream.next_block;
+    stream.offset = stream.next_offset;
+  }
+  if (step == stream.looked_up) look_up<S>(p, segment, stream, step + 32, stream.next_block, stream.next_offset);
+  return make_int2(__shfl_sync(0xffffffffu, stream.block, step - stream.looked_up),
+                   __shfl_sync(0xffffffffu, stream.offset, step - stream.looked_up));
+}
+
 // Begins the copy of the tile of a step into stage `slot` of the group's ring; past the last step does nothing.
 template <class S>
 __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& segment, Stream<S>& stream, int step,
@@ -41,18 +55,12 @@ __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& 
   constexpr int kElement = S::kFp8 ? 1 : 2;
   const int tile = stream.first + stream.stride * step;
   if (tile >= segment.end) return;
-  const uint32_t stage = stream.ring + slot * S::kStageBytes + S::copy_offset();
+  const uint32_t stage = stream.ring + slot * S::kStageBytes;
   TileRows rows;
   if (tile < segment.context_tiles) {
-    if (step - stream.looked_up >= 32) {
-      stream.looked_up += 32;
-      stream.block = stream.next_block;
-      stream.offset = stream.next_offset;
-    }
-    if (step == stream.looked_up) look_up<S>(p, segment, stream, step + 32, stream.next_block, stream.next_offset);
-    const int64_t block = __shfl_sync(0xffffffffu, stream.block, step - stream.looked_up);
-    const int64_t offset = __shfl_sync(0xffffffffu, stream.offset, step - stream.looked_up);
-    const int token = (segment.first_context_tile + tile) * S::kTile + S::copy_token();
+    const int2 place = find_tile<S>(p, segment, stream, step);
+    const int64_t block = place.x, offset = place.y;
+    const int token = (segment.first_context_tile + tile) * S::kTile;
     rows.valid = segment.work.context - token;
     rows.key_stride = p.key_cache_token * kElement;
     rows.value_stride = p.value_cache_token * kElement;
@@ -62,17 +70,19 @@ __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& 
         static_cast<const char*>(p.value_cache) +
         (segment.head * p.value_cache_head + block * p.value_cache_block + offset * p.value_cache_token) * kElement;
     if (!p.whole_tiles) {
-      copy_scattered_tile<S>(p, segment.request, segment.head, token, min(rows.valid, kTileTokens), stage);
+      copy_scattered_tile<S>(p, segment.request, segment.head, token, min(rows.valid, kTileTokens),
+                             TileAddresses{stage, stage + S::kTileBytes});
       return;
     }
   } else {
-    const int token = (tile - segment.context_tiles) * S::kTile + S::copy_token();
+    const int token = (tile - segment.context_tiles) * S::kTile;
     rows.valid = segment.work.window - token;
     if (S::kFp8 || !p.aligned) {
-      char* ring = shared + S::kQueryBytes + (stream.group() * S::kStages + slot) * S::kStageBytes + S::copy_offset();
+      const uint32_t at = stage - smem_address(shared);
       convert_window_tile<S>(p, segment.work.start + token, segment.head, min(rows.valid, kTileTokens),
                              head_scale(p.k_scale, p.k_scale_count, segment.head),
-                             head_scale(p.v_scale, p.v_scale_count, segment.head), ring);
+                             head_scale(p.v_scale, p.v_scale_count, segment.head), shared,
+                             TileAddresses{at, at + S::kTileBytes});
       return;
     }
     rows.key_stride = p.key_token * 2;
@@ -82,13 +92,13 @@ __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& 
     rows.value = static_cast<const char*>(p.value) +
                  (segment.head * p.value_head + (segment.work.start + token) * p.value_token) * 2;
   }
-  S::copy(rows, stage);
+  copy_tile<S>(rows, S::copy_warp(), stage);
 }
 
-// Begins a segment: the query rows and the first tiles are on their way when this returns.
+// A segment's first tile, and its query rows on their way.
 template <class S>
-__device__ __forceinline__ void begin_segment(const VerifyParams& p, const Segment& segment, int rank,
-                                              Stream<S>& stream, char* shared) {
+__device__ __forceinline__ void begin_stream(const VerifyParams& p, const Segment& segment, int rank, Stream<S>& stream,
+                                             char* shared) {
   stream.stride = p.cluster * S::kGroups;
   stream.first = segment.tile + rank * S::kGroups + stream.group();
   stream.looked_up = 0;
@@ -97,6 +107,13 @@ __device__ __forceinline__ void begin_segment(const VerifyParams& p, const Segme
   stream.next_block = stream.block;
   stream.next_offset = stream.offset;
   load_query<S>(p, segment, shared);
+}
+
+// Begins a segment: the query rows and the first tiles are on their way when this returns.
+template <class S>
+__device__ __forceinline__ void begin_segment(const VerifyParams& p, const Segment& segment, int rank,
+                                              Stream<S>& stream, char* shared) {
+  begin_stream<S>(p, segment, rank, stream, shared);
 #pragma unroll 1
   for (int step = 0; step < S::kStages - 1; ++step) {
     load_tile<S>(p, segment, stream, step, step, shared);

@@ -87,12 +87,13 @@ struct Shape {
   static __device__ __forceinline__ int tile_offset(int row, int chunk) {
     return chunk_offset<kRowBytes / 16>(row, chunk);
   }
-  // The part of a stage that this warp helps to fill: its first token, its first byte, and who helps.
+  // The part of a tile that this warp helps to fill: its first token, and who helps.
   static constexpr int kCopyWarps = kRowWarps;
   static __device__ __forceinline__ int copy_warp() { return threadIdx.x / 32 % kRowWarps; }
   static __device__ __forceinline__ int copy_token() { return 0; }
-  static __device__ __forceinline__ int copy_offset() { return 0; }
-  static __device__ __forceinline__ void copy(const TileRows& rows, uint32_t stage);
+
+  static constexpr int kSumStride = kD;  // floats from row to row of the sum
+  static constexpr int kMinTiles = 6;    // fewest tiles of a group that are worth another worker
 };
 
 // The address `distance` chunks further along a row. `at` is that of a chunk below `distance`, swizzle included; for
@@ -204,16 +205,16 @@ __device__ __forceinline__ void copy_tile(const TileRows& rows, int row_warp, ui
   }
 }
 
-template <int kD, int kRowTiles, int kRowWarps, int kGroups, int kStages, Kind kKind>
-__device__ __forceinline__ void Shape<kD, kRowTiles, kRowWarps, kGroups, kStages, kKind>::copy(const TileRows& rows,
-                                                                                              uint32_t stage) {
-  copy_tile<Shape>(rows, copy_warp(), stage);
-}
+// Which tiles of a stage are to be filled: keys, values or both; where no address is given, none.
+struct TileAddresses {
+  uint32_t key, value;
+  static constexpr uint32_t kNone = ~0u;
+};
 
 // The same for a tile whose rows lie in blocks that do not hold whole tiles.
 template <class S>
 __device__ __noinline__ void copy_scattered_tile(const VerifyParams& p, int request, int head, int token, int valid,
-                                                 uint32_t stage) {
+                                                 TileAddresses to) {
   constexpr int kChunks = S::kRowBytes / 16;
   constexpr int kElement = S::kFp8 ? 1 : 2;
   const char* key = static_cast<const char*>(p.key_cache) + head * p.key_cache_head * kElement;
@@ -226,52 +227,61 @@ __device__ __noinline__ void copy_scattered_tile(const VerifyParams& p, int requ
     const int page = divide(at, p.block);
     const int64_t number = __ldg(p.block_table + request * p.block_table_row + page);
     const int64_t in_page = at - page * p.block_size;
-    const int to = S::tile_offset(row, chunk);
-    copy_async16(stage + to,
-                 key + (number * p.key_cache_block + in_page * p.key_cache_token) * kElement + chunk * 16,
-                 row < valid);
-    copy_async16(stage + S::kTileBytes + to,
-                 value + (number * p.value_cache_block + in_page * p.value_cache_token) * kElement + chunk * 16,
-                 row < valid);
+    const int offset = S::tile_offset(row, chunk);
+    if (to.key != TileAddresses::kNone)
+      copy_async16(to.key + offset,
+                   key + (number * p.key_cache_block + in_page * p.key_cache_token) * kElement + chunk * 16,
+                   row < valid);
+    if (to.value != TileAddresses::kNone)
+      copy_async16(to.value + offset,
+                   value + (number * p.value_cache_block + in_page * p.value_cache_token) * kElement + chunk * 16,
+                   row < valid);
   }
 }
 
-// Brings a tile of window tokens into a stage where copy_tile() cannot: rows that are not aligned, or an fp8
-// cache, to whose format window K and V are rounded, since the stock path would read them back from there.
+// Brings rows of window keys or values into a tile where copying cannot: rows that are not aligned, or an fp8 cache,
+// to whose format window K and V are rounded, since the stock path would read them back from there.
+template <class S>
+__device__ __forceinline__ void convert_window_piece(const VerifyParams& p, const uint16_t* source, int64_t stride,
+                                                     int row, int eight, int valid, float scale, char* tile) {
+  uint4 data = make_uint4(0, 0, 0, 0);
+  if (row < valid) data = load_eight(source + row * stride + eight * 8, p.aligned);
+  if constexpr (!S::kFp8) {
+    *reinterpret_cast<uint4*>(tile + S::tile_offset(row, eight)) = data;
+  } else {
+    const uint32_t words[4] = {data.x, data.y, data.z, data.w};
+    uint32_t packed[2] = {0, 0};
+    if (row < valid) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const uint16_t bits = words[e / 2] >> (e % 2 * 16);
+        packed[e / 4] |= static_cast<uint32_t>(quantize_fp8(to_float(bits, p.is_bf16), scale, p.is_e5m2))
+                         << (e % 4 * 8);
+      }
+    }
+    *reinterpret_cast<uint2*>(tile + S::tile_offset(row, eight / 2) + eight % 2 * 8) =
+        make_uint2(packed[0], packed[1]);
+  }
+}
+
+// A tile of window tokens by convert_window_piece(). Offsets are from the beginning of shared memory.
 template <class S>
 __device__ __noinline__ void convert_window_tile(const VerifyParams& p, int first, int head, int valid, float k_scale,
-                                                 float v_scale, char* stage) {
+                                                 float v_scale, char* shared, TileAddresses to) {
   constexpr int kEights = S::kHeadSize / 8;
   const auto* key = static_cast<const uint16_t*>(p.key) + first * p.key_token + head * p.key_head;
   const auto* value = static_cast<const uint16_t*>(p.value) + first * p.value_token + head * p.value_head;
-  const int pieces = kTileTokens * kEights * 2;
+  const bool both = to.key != TileAddresses::kNone && to.value != TileAddresses::kNone;
+  const int pieces = kTileTokens * kEights * (both ? 2 : 1);
 #pragma unroll 4
   for (int i = S::copy_warp() * 32 + threadIdx.x % 32; i < pieces; i += S::kCopyWarps * 32) {
     // Rows in turn for K and V, so that the rows that exist come first and whole warps skip the others' work.
     const int eight = i % kEights;
-    const bool is_value = i / kEights % 2 == 1;
-    const int row = i / (2 * kEights);
-    uint4 data = make_uint4(0, 0, 0, 0);
-    if (row < valid)
-      data = load_eight((is_value ? value + row * p.value_token : key + row * p.key_token) + eight * 8, p.aligned);
-    char* half = stage + (is_value ? S::kTileBytes : 0);
-    if constexpr (!S::kFp8) {
-      *reinterpret_cast<uint4*>(half + S::tile_offset(row, eight)) = data;
-    } else {
-      const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-      const float scale = is_value ? v_scale : k_scale;
-      uint32_t packed[2] = {0, 0};
-      if (row < valid) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const uint16_t bits = words[e / 2] >> (e % 2 * 16);
-          packed[e / 4] |= static_cast<uint32_t>(quantize_fp8(to_float(bits, p.is_bf16), scale, p.is_e5m2))
-                           << (e % 4 * 8);
-        }
-      }
-      *reinterpret_cast<uint2*>(half + S::tile_offset(row, eight / 2) + eight % 2 * 8) =
-          make_uint2(packed[0], packed[1]);
-    }
+    const int side = both ? i / kEights % 2 : 0;
+    const int row = i / kEights / (both ? 2 : 1);
+    const bool is_value = both ? side == 1 : to.key == TileAddresses::kNone;
+    convert_window_piece<S>(p, is_value ? value : key, is_value ? p.value_token : p.key_token, row, eight, valid,
+                            is_value ? v_scale : k_scale, shared + (is_value ? to.value : to.key));
   }
 }
 

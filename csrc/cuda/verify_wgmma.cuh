@@ -1,94 +1,13 @@
 // The verify attention kernel for Hopper's warpgroup matrix unit. The same transposed products as in
-// verify_kernel.cuh, 64 tokens at a time: S^T = K Q^T leaves 16 tokens to each of the four warps, O^T += V^T P^T a
-// quarter of each 64 head positions. No tile passes through registers, and a thread block has one ring and one
-// result, so windows with many query rows stay bound by memory.
+// verify_kernel.cuh, 64 tokens at a time: S^T = K Q^T leaves 16 tokens to each of a warpgroup's four warps,
+// O^T += V^T P^T a quarter of each 64 head positions. A thread block has one ring and one result, so windows with
+// many query rows stay bound by memory. A 16-bit cache's tiles never pass through registers; an fp8 cache's become
+// fp16 there, each byte once per warpgroup, and are the product's operand from there.
 #pragma once
 
-#include "verify_kernel.cuh"
-#include "wgmma.cuh"
+#include "verify_warpgroup_shape.cuh"
 
 namespace nwor {
-
-template <int kD, int kRowTiles_, int kStages_, Kind kKind_>
-struct WarpgroupShape {
-  static constexpr int kHeadSize = kD;
-  static constexpr int kTile = 64;
-  static constexpr int kRowTiles = kRowTiles_;
-  static constexpr int kRowWarps = 4;
-  static constexpr int kGroups = 1;
-  static constexpr int kStages = kStages_;
-  static constexpr Kind kKind = kKind_;
-  static constexpr bool kFp8 = false;
-  static_assert(kKind != Kind::kFp8 && kD % 64 == 0 && kStages >= 2);
-
-  static constexpr int kThreads = 128;
-  static constexpr int kRows = 8 * kRowTiles;
-  static constexpr int kPanelBytes = kTile * 128;  // 64 head positions of all tokens
-  static constexpr int kRowBytes = kD * 2;
-  static constexpr int kTileBytes = kTile * kRowBytes;
-  static constexpr int kStageBytes = 2 * kTileBytes;
-  static constexpr int kQueryBytes = kRows * kD * 2;
-  static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kProbabilityBytes = kRows * 128;
-
-  static constexpr int kSumBytes = kRows * kD * 4;
-  static constexpr int merge_slices(int bytes) {
-    for (int slices = kD / 16; slices > 4; slices -= 4)
-      if (kD / 16 % slices == 0 && kRows * (slices * 16 + 4) * 4 <= bytes) return slices;
-    return 4;
-  }
-  static constexpr int kStageSlices = merge_slices(kStageBytes);
-  static constexpr int kRingSlices = merge_slices(kRingBytes - kSumBytes);
-  static constexpr bool kOverlap = kRows * (kStageSlices * 16 + 4) * 4 <= kStageBytes;
-  static constexpr int kMergeSlices = kOverlap && kStageSlices < kRingSlices ? kStageSlices : kRingSlices;
-  static constexpr int kMergeStride = kMergeSlices * 16 + 4;
-  static constexpr int kMergeBytes = kRows * kMergeStride * 4;
-  static constexpr int kSumOffset = kQueryBytes + kRingBytes - kSumBytes;
-  static_assert(kMergeBytes + kSumBytes <= kRingBytes);
-
-  static constexpr int kProbabilityOffset = kQueryBytes + kRingBytes;
-  // Statistics take the probabilities' place when a segment's products are done.
-  static constexpr int kStatGroups = 4;
-  static constexpr int kStatsOffset = kProbabilityOffset;
-  static constexpr int kRowsOffset = kStatsOffset + kStatGroups * kRows * 8;
-  static constexpr int kOutputOffset = kRowsOffset + kRows * 8;
-  static_assert(kOutputOffset + kRows * 8 <= kProbabilityOffset + kProbabilityBytes);
-  static constexpr int kFlagOffset = kProbabilityOffset + kProbabilityBytes;
-  static constexpr int kControlOffset = kFlagOffset + 16;
-  static constexpr int kTableOffset = kControlOffset + kControlBytes;
-  static constexpr int kSharedBytes = kTableOffset + kTabledRequests * 8;
-
-  static __device__ __forceinline__ int query_offset(int row, int chunk) {
-    return chunk / 8 * (kRows * 128) + row * 128 + ((chunk ^ row) & 7) * 16;
-  }
-  static __device__ __forceinline__ int tile_offset(int row, int chunk) {
-    return chunk / 8 * kPanelBytes + row * 128 + ((chunk ^ row) & 7) * 16;
-  }
-  static constexpr int kCopyWarps = 1;  // each warp copies 16 tokens of a tile
-  static __device__ __forceinline__ int copy_warp() { return 0; }
-  static __device__ __forceinline__ int copy_token() { return threadIdx.x / 32 * 16; }
-  static __device__ __forceinline__ int copy_offset() { return threadIdx.x / 32 * 16 * 128; }
-  static __device__ __forceinline__ void copy(const TileRows& rows, uint32_t stage) {
-    constexpr int kChunks = kRowBytes / 16;
-    constexpr int kPassRows = 32 / kChunks;
-    const int lane = threadIdx.x % 32;
-    int row = lane / kChunks;
-    const int chunk = lane % kChunks;
-    const uint32_t first = stage + tile_offset(row, chunk);
-    const char* key = rows.key + row * rows.key_stride + chunk * 16;
-    const char* value = rows.value + row * rows.value_stride + chunk * 16;
-#pragma unroll
-    for (int pass = 0; pass < 16 / kPassRows; ++pass) {
-      const uint32_t to = (first ^ ((pass * kPassRows & 7) << 4)) + pass * kPassRows * 128;
-      const bool inside = row < rows.valid;
-      copy_async16(to, key, inside);
-      copy_async16(to + kTileBytes, value, inside);
-      row += kPassRows;
-      key += rows.key_stride * kPassRows;
-      value += rows.value_stride * kPassRows;
-    }
-  }
-};
 
 template <class S>
 struct WarpgroupState {
@@ -103,7 +22,8 @@ template <class S>
 __device__ __forceinline__ void raise_maxima(float scale, bool first, const float (&scores)[S::kRowTiles][4],
                                              WarpgroupState<S>& state, char* shared) {
   const int lane = threadIdx.x % 32;
-  float* exchange = reinterpret_cast<float*>(shared + S::kProbabilityOffset);  // [4][rows]
+  // [4][rows]; this warpgroup's rows
+  float* exchange = reinterpret_cast<float*>(shared + S::kProbabilityOffset) + S::first_row();
 #pragma unroll
   for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
@@ -112,7 +32,7 @@ __device__ __forceinline__ void raise_maxima(float scale, bool first, const floa
       highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 4));
       highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 8));
       highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 16));
-      if (lane < 4) exchange[threadIdx.x / 32 * S::kRows + 8 * j + 2 * lane + c] = highest;
+      if (lane < 4) exchange[S::warp() * S::kRows + 8 * j + 2 * lane + c] = highest;
     }
   __syncthreads();
 #pragma unroll
@@ -135,21 +55,130 @@ __device__ __forceinline__ void raise_maxima(float scale, bool first, const floa
   __syncthreads();  // the probabilities may overwrite the exchanged maxima
 }
 
+// This warp's 16 tokens of a tile of fp8 keys as fragments, 16 head positions each. See multiply_keys().
+template <class S, bool kE5m2>
+__device__ __forceinline__ void convert_keys(uint32_t tile, uint32_t (&fragments)[S::kHeadSize / 16][4]) {
+  constexpr int kChunks = S::kRowBytes / 16;
+  const int lane = threadIdx.x % 32, row = lane & 15;
+  const uint32_t base = tile + (S::warp() * 16 + row) * S::kRowBytes;
+  const int swizzle = ((lane >> 4) ^ row_swizzle<kChunks>(row)) << 4;
+#pragma unroll
+  for (int k = 0; k < S::kHeadSize / 16; k += 2) {
+    uint32_t bytes[4];
+    load_matrix(bytes, chunk_further<kChunks>(base, swizzle, k));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      fragments[k + i][0] = fp8x2_to_half2(bytes[2 * i] & 0xffff, kE5m2);
+      fragments[k + i][1] = fp8x2_to_half2(bytes[2 * i + 1] & 0xffff, kE5m2);
+      fragments[k + i][2] = fp8x2_to_half2(bytes[2 * i] >> 16, kE5m2);
+      fragments[k + i][3] = fp8x2_to_half2(bytes[2 * i + 1] >> 16, kE5m2);
+    }
+  }
+}
+
+// This warp's 16 positions of each 64 of a tile of fp8 values as fragments, 16 tokens each; even positions in the
+// first eight rows, odd ones in the others. See multiply_values().
+template <class S, bool kE5m2>
+__device__ __forceinline__ void convert_values(uint32_t tile, uint32_t (&fragments)[S::kHeadSize / 64][4][4]) {
+  constexpr int kChunks = S::kRowBytes / 16;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int b = 0; b < S::kHeadSize / 64; ++b) {
+    const uint32_t address =
+        tile + lane * S::kRowBytes + (((4 * b + S::warp()) ^ row_swizzle<kChunks>(lane)) << 4);
+#pragma unroll
+    for (int k = 0; k < 4; k += 2) {
+      uint32_t bytes[4];
+      load_matrix_transposed(bytes, address + k * 16 * S::kRowBytes);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t even_odd = __byte_perm(bytes[2 * i + half], 0, 0x3120);
+          fragments[b][k + i][2 * half] = fp8x2_to_half2(even_odd & 0xffff, kE5m2);
+          fragments[b][k + i][2 * half + 1] = fp8x2_to_half2(even_odd >> 16, kE5m2);
+        }
+    }
+  }
+}
+
+// scores = K Q^T of a tile, finished when this returns.
 template <class S>
-__device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segment& segment, Stream<S>& stream,
+__device__ __forceinline__ void multiply_tile_keys(uint32_t tile, uint32_t query, bool e5m2,
+                                                   float (&scores)[S::kRowTiles][4]) {
+  const auto query_of = [&](int k) { return wgmma_operand(query + k / 4 * (S::kRows * 128) + k % 4 * 32); };
+  if constexpr (S::kFp8) {
+    uint32_t fragments[S::kHeadSize / 16][4];
+    if (e5m2) {
+      convert_keys<S, true>(tile, fragments);
+    } else {
+      convert_keys<S, false>(tile, fragments);
+    }
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < S::kHeadSize / 16; ++k)
+      WgmmaFragments<S::kRowTiles>::run(scores, fragments[k], query_of(k), k > 0);
+    wgmma_commit();
+    wgmma_wait();  // here, where the fragments still exist
+  } else {
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < S::kHeadSize / 16; ++k)
+      Wgmma<S::kRowTiles, S::kKind, 0>::run(scores, wgmma_operand(tile + k / 4 * S::kPanelBytes + k % 4 * 32),
+                                            query_of(k), k > 0);
+    wgmma_commit();
+    wgmma_wait();
+  }
+}
+
+// O^T += V^T P^T of a tile; under way when this returns where the cache has 16 bits.
+template <class S>
+__device__ __forceinline__ void multiply_tile_values(uint32_t tile, uint32_t probabilities, bool e5m2,
+                                                     float (&accumulator)[S::kHeadSize / 64][S::kRowTiles][4]) {
+  if constexpr (S::kFp8) {
+    uint32_t fragments[S::kHeadSize / 64][4][4];
+    if (e5m2) {
+      convert_values<S, true>(tile, fragments);
+    } else {
+      convert_values<S, false>(tile, fragments);
+    }
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int b = 0; b < S::kHeadSize / 64; ++b)
+        WgmmaFragments<S::kRowTiles>::run(accumulator[b], fragments[b][k], wgmma_operand(probabilities + k * 32), true);
+    wgmma_commit();
+    wgmma_wait();
+  } else {
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int b = 0; b < S::kHeadSize / 64; ++b)
+        Wgmma<S::kRowTiles, S::kKind, 1>::run(accumulator[b], wgmma_operand(tile + b * S::kPanelBytes + k * 16 * 128),
+                                              wgmma_operand(probabilities + k * 32), true);
+    wgmma_commit();
+  }
+}
+
+// The tiles of a segment whose first ones are on their way.
+template <class S>
+__device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segment& segment, TileQueue<S>& queue,
                                                WarpgroupState<S>& state, char* shared) {
-  constexpr int kBlocks = S::kHeadSize / 64;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint32_t query = smem_address(shared);
-  const uint32_t probabilities = query + S::kProbabilityOffset;
+  const int lane = threadIdx.x % 32;
+  const uint32_t query = smem_address(shared) + S::first_row() * 128;
+  const uint32_t probabilities = smem_address(shared) + S::kProbabilityOffset + S::first_row() * 128;
   // Where this lane's row of a probability fragment goes: row lane % 8 of eight, tokens 16 * warp and eight further.
-  const uint32_t store_to = probabilities + lane % 8 * 128 + (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
-  const float exponent_scale = p.scale * kLog2e;
+  const uint32_t store_to = probabilities + lane % 8 * 128 + (((2 * S::warp() + lane / 8 % 2) ^ (lane % 8)) << 4);
+  const float k_scale = S::kFp8 ? head_scale(p.k_scale, p.k_scale_count, segment.head) : 1.f;
+  const float logit_scale = p.scale * k_scale;
+  const float exponent_scale = logit_scale * kLog2e;
   const int masked_before = p.sliding_window > 0 ? segment.work.context + segment.work.window - p.sliding_window : 0;
 #pragma unroll
   for (int j = 0; j < S::kRowTiles; ++j) {
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
+    for (int b = 0; b < S::kHeadSize / 64; ++b)
 #pragma unroll
       for (int e = 0; e < 4; ++e) state.accumulator[b][j][e] = 0.f;
 #pragma unroll
@@ -159,47 +188,41 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
     }
   }
 
-  int slot = 0, load_slot = S::kStages - 1;
+  int key_slot = 0, value_slot = 0;
 #pragma unroll 1
-  for (int step = 0; stream.first + stream.stride * step < segment.end; ++step) {
-    copy_async_wait<S::kStages - 2>();
+  for (int step = 0; queue.stream.first + queue.stream.stride * step < segment.end; ++step) {
+    wgmma_wait();  // for the previous tile's values
+    copy_async_wait<2 * (S::kKeyStages - 1)>();
     fence_async_proxy();
-    __syncthreads();  // the tile is there, and the query rows
-    const uint32_t stage = stream.ring + slot * S::kStageBytes;
-    slot = slot + 1 == S::kStages ? 0 : slot + 1;
+    __syncthreads();  // the keys are there, and the query rows; nobody reads the last tile's values any more
+    queue.load_values(p, segment, step + S::kValueStages - 1, shared);
     float scores[S::kRowTiles][4];
-    wgmma_begin();
-#pragma unroll
-    for (int k = 0; k < S::kHeadSize / 16; ++k)
-      Wgmma<S::kRowTiles, S::kKind, 0>::run(scores,
-                                            wgmma_operand(stage + k / 4 * S::kPanelBytes + k % 4 * 32),
-                                            wgmma_operand(query + k / 4 * (S::kRows * 128) + k % 4 * 32), k > 0);
-    wgmma_commit();
-    wgmma_wait();  // for the previous tile's values as well
+    multiply_tile_keys<S>(S::key_tile(shared, key_slot), recomputed(query), p.is_e5m2, scores);
 
-    const int tile = stream.first + stream.stride * step;
+    const int tile = queue.stream.first + queue.stream.stride * step;
     const bool window = tile >= segment.context_tiles;
-    const int token = (window ? tile - segment.context_tiles : segment.first_context_tile + tile) * S::kTile + 16 * warp;
+    const int token =
+        (window ? tile - segment.context_tiles : segment.first_context_tile + tile) * S::kTile + 16 * S::warp();
     const int valid = (window ? segment.work.window : segment.work.context) - token;
     if (p.softcap != 0.f) {
-      const float inner = 2.f * exponent_scale / p.softcap, outer = p.softcap / p.scale;
+      const float inner = 2.f * exponent_scale / p.softcap, outer = p.softcap / logit_scale;
 #pragma unroll
       for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           scores[j][e] = outer * (1.f - __fdividef(2.f, exp2_fast(scores[j][e] * inner) + 1.f));
     }
-    if (window || valid < 16 || token < masked_before) mask_scores<S>(p, segment, 0, window, token, valid, scores);
+    if (window || valid < 16 || token < masked_before)
+      mask_scores<S>(p, segment, S::first_row(), window, token, valid, scores);
     float excess = -INFINITY;
 #pragma unroll
     for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
       for (int c = 0; c < 2; ++c)
         excess = fmaxf(excess, fmaf(fmaxf(scores[j][c], scores[j][2 + c]), exponent_scale, -state.maximum[j][c]));
-    const bool raise = __syncthreads_or(excess > kRescaleAbove) != 0;  // and no warp reads the last tile any more
-    load_tile<S>(p, segment, stream, step + S::kStages - 1, load_slot, shared);
-    copy_async_commit();
-    load_slot = load_slot + 1 == S::kStages ? 0 : load_slot + 1;
+    const bool raise = __syncthreads_or(excess > kRescaleAbove) != 0;  // and nobody reads the keys any more
+    queue.load_keys(p, segment, step + S::kKeyStages, shared);
+    key_slot = key_slot + 1 == S::kKeyStages ? 0 : key_slot + 1;
     if (raise) raise_maxima<S>(exponent_scale, step == 0, scores, state, shared);
 
 #pragma unroll
@@ -212,43 +235,45 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
       store_matrix2_transposed(store_to + j * 1024, pack2<S::kKind>(scores[j][0], scores[j][1]),
                                pack2<S::kKind>(scores[j][2], scores[j][3]));
     }
+    copy_async_wait<2 * S::kValueStages - 1>();
     fence_async_proxy();
-    __syncthreads();
-    wgmma_begin();
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
-        Wgmma<S::kRowTiles, S::kKind, 1>::run(
-            state.accumulator[b], wgmma_operand(stage + S::kTileBytes + b * S::kPanelBytes + k * 16 * 128),
-            wgmma_operand(probabilities + k * 32), true);
-    wgmma_commit();
+    __syncthreads();  // the probabilities are there, and the values
+    multiply_tile_values<S>(S::value_tile(shared, value_slot), recomputed(probabilities), p.is_e5m2,
+                            state.accumulator);
+    value_slot = value_slot + 1 == S::kValueStages ? 0 : value_slot + 1;
   }
   copy_async_wait<0>();
   wgmma_wait();
   __syncthreads();  // the statistics may take the probabilities' place
 }
 
-// Puts the warps' slices of the result in shared memory and passes them on.
+// Passes the result on: to the output or the workspace through shared memory, so that rows are written whole; where
+// a cluster adds up, it stays in shared memory.
 template <class S>
-__device__ __forceinline__ void put_slices(const VerifyParams& p, const Segment& segment, int slot,
-                                           const float (&accumulator)[S::kHeadSize / 64][S::kRowTiles][4],
-                                           const MergeSpace<S>& space) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int unused;
-  float* merge = merge_buffer<S>(p, space, unused);
-  float* mine = merge + lane % 4 * 2 * S::kMergeStride + warp * 16 + lane / 4 * 2;
+__device__ __forceinline__ void pass_result(const VerifyParams& p, const Segment& segment, int slot,
+                                            const float (&accumulator)[S::kHeadSize / 64][S::kRowTiles][4],
+                                            const MergeSpace<S>& space) {
+  const int lane = threadIdx.x % 32;
+  const int row = S::first_row() + lane % 4 * 2, column = S::warp() * 16 + lane / 4 * 2;
+  const auto put = [&](float* to, int stride, int begin, int slices) {
 #pragma unroll
-  for (int begin = 0; begin < S::kHeadSize / 16; begin += S::kMergeSlices) {
-    if (begin > 0) __syncthreads();
-#pragma unroll
-    for (int b = 0; b < S::kMergeSlices / 4; ++b)
+    for (int b = 0; b < slices / 4; ++b)
 #pragma unroll
       for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-          *reinterpret_cast<float2*>(mine + (8 * j + e) * S::kMergeStride + b * 64) =
+          *reinterpret_cast<float2*>(to + (row + 8 * j + e) * stride + column + b * 64) =
               make_float2(accumulator[begin / 4 + b][j][e], accumulator[begin / 4 + b][j][2 + e]);
+  };
+  if (p.cluster > 1) {
+    put(space.sum(), S::kSumStride, 0, S::kHeadSize / 16);
+    return;
+  }
+  float* merge = reinterpret_cast<float*>(space.shared + S::kMergeOffset);
+#pragma unroll
+  for (int begin = 0; begin < S::kHeadSize / 16; begin += S::kMergeSlices) {
+    if (begin > 0) __syncthreads();
+    put(merge, S::kMergeStride, begin, S::kMergeSlices);
     __syncthreads();
     emit_slices<S>(p, segment, slot, begin, merge, 0, space);
   }
@@ -265,11 +290,11 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
   begin_walk(p, requests, worker, control);
   if (!control.more) return;
 
-  Stream<S> stream;
-  stream.ring = smem_address(shared + S::kQueryBytes);
+  TileQueue<S> queue;
   const MergeSpace<S> space{shared};
   const bool overlap = S::kOverlap && p.cluster == 1;
-  begin_segment<S>(p, control.segments[0], rank, stream, shared);
+  queue.begin(p, control.segments[0], rank, shared);
+  queue.load_last_keys(p, control.segments[0], shared);
 #pragma unroll 1
   for (int turn = 0;; turn ^= 1) {
     const Segment& segment = control.segments[turn];
@@ -277,20 +302,19 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     __syncthreads();  // everybody has read what the first thread now overwrites
     if (threadIdx.x == 0) continue_walk(p, requests, segment, next, control);
     WarpgroupState<S> state;
-    attend_segment<S>(p, segment, stream, state, shared);
-    share_stats<S>(threadIdx.x / 32, 0, state.maximum, state.sum, space);
+    attend_segment<S>(p, segment, queue, state, shared);
+    share_stats<S>(S::warp(), S::first_row(), state.maximum, state.sum, space);
     __syncthreads();  // the statistics are there
     const bool more = control.more;
-    if (overlap && more) begin_segment<S>(p, next, rank, stream, shared);
+    if (overlap && more) queue.begin(p, next, rank, shared);
     const int slot = 2 * worker + (worker == segment.first_worker ? 1 : 0);
     merge_stats<S>(p, segment, slot, space);
-    put_slices<S>(p, segment, slot, state.accumulator, space);
+    pass_result<S>(p, segment, slot, state.accumulator, space);
     if (p.cluster > 1 || segment.worker_count > 1) join_parts<S>(p, segment, worker, rank, space);
     if (!more) return;
-    if (!overlap) {
-      __syncthreads();  // what the next segment's tiles overwrite has been read
-      begin_segment<S>(p, next, rank, stream, shared);
-    }
+    __syncthreads();  // what the next segment's tiles overwrite has been read
+    if (!overlap) queue.begin(p, next, rank, shared);
+    queue.load_last_keys(p, next, shared);
   }
 #endif
 }

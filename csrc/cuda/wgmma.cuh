@@ -49,164 +49,70 @@ __device__ __forceinline__ void store_matrix2_transposed(uint32_t address, uint3
 #endif
 }
 
+// A product's columns in registers, in pieces of eight: names and constraints of 4 * kTiles operands.
+#define NWOR_NAMES_1 "%0,%1,%2,%3"
+#define NWOR_NAMES_2 NWOR_NAMES_1 ",%4,%5,%6,%7"
+#define NWOR_NAMES_3 NWOR_NAMES_2 ",%8,%9,%10,%11"
+#define NWOR_NAMES_5 NWOR_NAMES_3 ",%12,%13,%14,%15,%16,%17,%18,%19"
+#define NWOR_NAMES_9 NWOR_NAMES_5 ",%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35"
+#define NWOR_PIECE(j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
+#define NWOR_PIECES_1 NWOR_PIECE(0)
+#define NWOR_PIECES_2 NWOR_PIECES_1, NWOR_PIECE(1)
+#define NWOR_PIECES_3 NWOR_PIECES_2, NWOR_PIECE(2)
+#define NWOR_PIECES_5 NWOR_PIECES_3, NWOR_PIECE(3), NWOR_PIECE(4)
+#define NWOR_PIECES_9 NWOR_PIECES_5, NWOR_PIECE(5), NWOR_PIECE(6), NWOR_PIECE(7), NWOR_PIECE(8)
+
 // c = a b, or c += a b, for 8 * kTiles columns. `kTransposeA`: a's rows lie along the 128 bytes.
 template <int kTiles, Kind kKind, int kTransposeA>
 struct Wgmma;
 
-template <int kTransposeA>
-struct Wgmma<1, Kind::kBf16, kTransposeA> {
-  static __device__ __forceinline__ void run(float (&c)[1][4], uint64_t a, uint64_t b, bool add) {
-#if NWOR_WGMMA
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %6, 0;"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3"
-        "}, %4, %5, add, 1, 1, %7, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeA));
-#endif
-  }
-};
+// The same with a in registers, as mma.sync lays it out for the 16 rows of each warp; fp16.
+template <int kTiles>
+struct WgmmaFragments;
 
-template <int kTransposeA>
-struct Wgmma<1, Kind::kFp16, kTransposeA> {
-  static __device__ __forceinline__ void run(float (&c)[1][4], uint64_t a, uint64_t b, bool add) {
 #if NWOR_WGMMA
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %6, 0;"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {"
-        "%0,%1,%2,%3"
-        "}, %4, %5, add, 1, 1, %7, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeA));
+#define NWOR_BODY(...) asm volatile(__VA_ARGS__)
+#else
+#define NWOR_BODY(...)
 #endif
-  }
-};
 
-template <int kTransposeA>
-struct Wgmma<2, Kind::kBf16, kTransposeA> {
-  static __device__ __forceinline__ void run(float (&c)[2][4], uint64_t a, uint64_t b, bool add) {
-#if NWOR_WGMMA
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %10, 0;"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7"
-        "}, %8, %9, add, 1, 1, %11, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeA));
-#endif
-  }
-};
+#define NWOR_DEFINE_SHARED(TILES, COLUMNS, KIND, TYPES, A, B, ADD, TRANSPOSE)                                         \
+  template <int kTransposeA>                                                                                          \
+  struct Wgmma<TILES, KIND, kTransposeA> {                                                                            \
+    static __device__ __forceinline__ void run(float (&c)[TILES][4], uint64_t a, uint64_t b, bool add) {              \
+      NWOR_BODY("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;"                                                       \
+                "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." TYPES " {" NWOR_NAMES_##TILES "}, " A ", " B   \
+                ", add, 1, 1, " TRANSPOSE ", 0;}"                                                                     \
+                : NWOR_PIECES_##TILES                                                                                 \
+                : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeA));                                      \
+    }                                                                                                                 \
+  };
+#define NWOR_DEFINE_FRAGMENTS(TILES, COLUMNS, A0, A1, A2, A3, B, ADD)                                                 \
+  template <>                                                                                                         \
+  struct WgmmaFragments<TILES> {                                                                                      \
+    static __device__ __forceinline__ void run(float (&c)[TILES][4], const uint32_t (&a)[4], uint64_t b, bool add) {  \
+      NWOR_BODY("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;"                                                       \
+                "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.f16.f16 {" NWOR_NAMES_##TILES "}, {" A0 "," A1   \
+                "," A2 "," A3 "}, " B ", add, 1, 1, 0;}"                                                              \
+                : NWOR_PIECES_##TILES                                                                                 \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                    \
+    }                                                                                                                 \
+  };
+#define NWOR_DEFINE_WGMMA(TILES, COLUMNS, P0, P1, P2, P3, P4, P5)                                \
+  NWOR_DEFINE_SHARED(TILES, COLUMNS, Kind::kBf16, "bf16.bf16", P0, P1, P2, P3)                   \
+  NWOR_DEFINE_SHARED(TILES, COLUMNS, Kind::kFp16, "f16.f16", P0, P1, P2, P3)                     \
+  NWOR_DEFINE_FRAGMENTS(TILES, COLUMNS, P0, P1, P2, P3, P4, P5)
 
-template <int kTransposeA>
-struct Wgmma<2, Kind::kFp16, kTransposeA> {
-  static __device__ __forceinline__ void run(float (&c)[2][4], uint64_t a, uint64_t b, bool add) {
-#if NWOR_WGMMA
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %10, 0;"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7"
-        "}, %8, %9, add, 1, 1, %11, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeA));
-#endif
-  }
-};
+// Rows tiles, columns, and the names of the operands behind the result's.
+NWOR_DEFINE_WGMMA(1, "8", "%4", "%5", "%6", "%7", "%8", "%9")
+NWOR_DEFINE_WGMMA(2, "16", "%8", "%9", "%10", "%11", "%12", "%13")
+NWOR_DEFINE_WGMMA(3, "24", "%12", "%13", "%14", "%15", "%16", "%17")
+NWOR_DEFINE_WGMMA(5, "40", "%20", "%21", "%22", "%23", "%24", "%25")
+NWOR_DEFINE_WGMMA(9, "72", "%36", "%37", "%38", "%39", "%40", "%41")
 
-template <int kTransposeA>
-struct Wgmma<3, Kind::kBf16, kTransposeA> {
-  static __device__ __forceinline__ void run(float (&c)[3][4], uint64_t a, uint64_t b, bool add) {
-#if NWOR_WGMMA
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %14, 0;"
-        "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11"
-        "}, %12, %13, add, 1, 1, %15, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeA));
-#endif
-  }
-};
-
-template <int kTransposeA>
-struct Wgmma<3, Kind::kFp16, kTransposeA> {
-  static __device__ __forceinline__ void run(float (&c)[3][4], uint64_t a, uint64_t b, bool add) {
-#if NWOR_WGMMA
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %14, 0;"
-        "wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11"
-        "}, %12, %13, add, 1, 1, %15, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeA));
-#endif
-  }
-};
-
-template <int kTransposeA>
-struct Wgmma<5, Kind::kBf16, kTransposeA> {
-  static __device__ __forceinline__ void run(float (&c)[5][4], uint64_t a, uint64_t b, bool add) {
-#if NWOR_WGMMA
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %22, 0;"
-        "wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19"
-        "}, %20, %21, add, 1, 1, %23, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeA));
-#endif
-  }
-};
-
-template <int kTransposeA>
-struct Wgmma<5, Kind::kFp16, kTransposeA> {
-  static __device__ __forceinline__ void run(float (&c)[5][4], uint64_t a, uint64_t b, bool add) {
-#if NWOR_WGMMA
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %22, 0;"
-        "wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19"
-        "}, %20, %21, add, 1, 1, %23, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeA));
-#endif
-  }
-};
-
-template <int kTransposeA>
-struct Wgmma<9, Kind::kBf16, kTransposeA> {
-  static __device__ __forceinline__ void run(float (&c)[9][4], uint64_t a, uint64_t b, bool add) {
-#if NWOR_WGMMA
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %38, 0;"
-        "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35"
-        "}, %36, %37, add, 1, 1, %39, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]), "+f"(c[8][3])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeA));
-#endif
-  }
-};
-
-template <int kTransposeA>
-struct Wgmma<9, Kind::kFp16, kTransposeA> {
-  static __device__ __forceinline__ void run(float (&c)[9][4], uint64_t a, uint64_t b, bool add) {
-#if NWOR_WGMMA
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %38, 0;"
-        "wgmma.mma_async.sync.aligned.m64n72k16.f32.f16.f16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35"
-        "}, %36, %37, add, 1, 1, %39, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]), "+f"(c[8][3])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeA));
-#endif
-  }
-};
+#undef NWOR_DEFINE_WGMMA
+#undef NWOR_DEFINE_FRAGMENTS
+#undef NWOR_DEFINE_SHARED
+#undef NWOR_BODY
 
 }  // namespace nwor

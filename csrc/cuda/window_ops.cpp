@@ -49,7 +49,7 @@ bool check_scales(const char* name, const MaybeTensor& scales, const Tensor& lik
 void commit_window(Tensor layer_table, std::vector<Tensor> caches, Tensor slots, Tensor query_start_loc,
                    MaybeTensor commit_counts, MaybeTensor source_index, int64_t num_kv_heads, int64_t head_size,
                    int64_t block_size, int64_t num_blocks, ScalarType source_dtype, std::string kv_cache_dtype,
-                   MaybeTensor k_scales, MaybeTensor v_scales) {
+                   MaybeTensor k_scales, MaybeTensor v_scales, bool rejected) {
   constexpr const char* kOp = "commit_window";
   CommitParams p{};
   p.shape = check_slots(kOp, layer_table, caches, slots, query_start_loc, num_kv_heads, head_size, block_size,
@@ -72,6 +72,7 @@ void commit_window(Tensor layer_table, std::vector<Tensor> caches, Tensor slots,
   if (commit_counts) {
     check_vector(kOp, "commit_counts", *commit_counts, ScalarType::Int, p.shape.batch, layer_table);
     p.commit_counts = static_cast<const int*>(commit_counts->const_data_ptr());
+    p.rejected = rejected;
   } else {
     check_vector(kOp, "source_index", *source_index, ScalarType::Int, p.shape.tokens, layer_table);
     p.source_index = static_cast<const int*>(source_index->const_data_ptr());
@@ -125,11 +126,12 @@ void log_slots(Tensor layer_table, std::vector<Tensor> caches, Tensor log, Tenso
 
 void restore_slots(Tensor layer_table, std::vector<Tensor> caches, Tensor log, Tensor slots, Tensor query_start_loc,
                    Tensor commit_counts, int64_t num_kv_heads, int64_t head_size, int64_t block_size,
-                   int64_t num_blocks) {
+                   int64_t num_blocks, bool rejected) {
   SlotLogParams p = slot_log_params("restore_slots", layer_table, caches, log, slots, query_start_loc, num_kv_heads,
                                     head_size, block_size, num_blocks);
   check_vector("restore_slots", "commit_counts", commit_counts, ScalarType::Int, p.shape.batch, layer_table);
   p.commit_counts = static_cast<const int*>(commit_counts.const_data_ptr());
+  p.rejected = rejected;
   if (p.shape.layers == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(layer_table.get_device_index());
   check_launch(launch_restore_slots(p, current_stream(layer_table)), "restore_slots");

@@ -23,6 +23,7 @@ struct CommitParams {
   const int64_t* slots;          // [tokens]
   const int* query_start_loc;    // [batch + 1]
   const int* commit_counts;      // [batch], or null
+  bool rejected;                 // they count the window's last tokens, to leave out, instead of its first
   const int* source_index;       // [tokens], or null
   const float* k_scales;         // [layers] or [layers, heads], or null
   const float* v_scales;
@@ -40,6 +41,7 @@ struct SlotLogParams {
   const int64_t* slots;        // [tokens]
   const int* query_start_loc;  // [batch + 1]
   const int* commit_counts;    // [batch]; null when logging
+  bool rejected;               // as in CommitParams
 };
 
 // One layer of stage_window. Strides in elements.

@@ -23,6 +23,7 @@ def commit_window(
     query_start_loc: torch.Tensor,
     *,
     commit_counts: torch.Tensor | None = None,
+    rejected_counts: torch.Tensor | None = None,
     source_index: torch.Tensor | None = None,
     num_kv_heads: int,
     head_size: int,
@@ -48,9 +49,9 @@ def commit_window(
         query_start_loc: int32 [B + 1]; the windows' rows.
         commit_counts: int32 [>= B], how many leading tokens of each window to write, its first token
             included.
-        source_index: int32 [T], for trees and sparse acceptance: row t of ``slots`` receives row
-            source_index[t] of the sources; negative to skip. Exactly one of commit_counts and source_index is
-            given.
+        rejected_counts: int32 [>= B], instead: how many tokens at the end of each window not to write.
+        source_index: int32 [T], instead, for trees and sparse acceptance: row t of ``slots`` receives row
+            source_index[t] of the sources; negative to skip. Exactly one of the three is given.
         num_kv_heads: KV heads of every layer.
         head_size: elements of a head.
         block_size: tokens of a block.
@@ -79,12 +80,11 @@ def commit_window(
         wanted = checks.cache_dtype("kv_cache_dtype", kv_cache_dtype, source_dtype)
         for i, cache in enumerate(caches):
             checks.dtype(f"caches[{i}]", cache, wanted)
-        if (commit_counts is None) == (source_index is None):
-            both = "both are" if commit_counts is not None else "neither is"
-            raise ValueError(f"commit_counts, source_index: {both} given, wanted exactly one")
-        if commit_counts is not None:
-            batch = query_start_loc.shape[0] - 1
-            checks.vector("commit_counts", commit_counts, torch.int32, device, at_least=batch)
+        _check_one(commit_counts=commit_counts, rejected_counts=rejected_counts, source_index=source_index)
+        batch = query_start_loc.shape[0] - 1
+        for name, counts in (("commit_counts", commit_counts), ("rejected_counts", rejected_counts)):
+            if counts is not None:
+                checks.vector(name, counts, torch.int32, device, at_least=batch)
         if source_index is not None:
             checks.vector("source_index", source_index, torch.int32, device, size=slots.shape[0])
         shapes = ((layers,), (layers, 1), (layers, num_kv_heads))
@@ -95,7 +95,7 @@ def commit_window(
         caches,
         slots,
         query_start_loc,
-        commit_counts,
+        commit_counts if rejected_counts is None else rejected_counts,
         source_index,
         num_kv_heads,
         head_size,
@@ -105,6 +105,7 @@ def commit_window(
         kv_cache_dtype,
         k_scales,
         v_scales,
+        rejected_counts is not None,
     )
 
 
@@ -174,8 +175,9 @@ def restore_slots(
     log: torch.Tensor,
     slots: torch.Tensor,
     query_start_loc: torch.Tensor,
-    commit_counts: torch.Tensor,
+    commit_counts: torch.Tensor | None = None,
     *,
+    rejected_counts: torch.Tensor | None = None,
     num_kv_heads: int,
     head_size: int,
     block_size: int,
@@ -192,6 +194,7 @@ def restore_slots(
         query_start_loc: int32 [B + 1], likewise.
         commit_counts: int32 [>= B]; rows from commit_counts[i] on of window i are restored. The first row of
             a window was never logged and is never restored.
+        rejected_counts: int32 [>= B], instead: how many rows at the end of each window are restored.
         num_kv_heads: KV heads of every layer.
         head_size: elements of a head.
         block_size: tokens of a block.
@@ -209,20 +212,30 @@ def restore_slots(
             layer_table, caches, slots, query_start_loc, num_kv_heads, head_size, block_size, num_blocks
         )
         _check_log(log, layers, slots, caches, num_kv_heads * head_size)
+        _check_one(commit_counts=commit_counts, rejected_counts=rejected_counts)
         batch = query_start_loc.shape[0] - 1
-        checks.vector("commit_counts", commit_counts, torch.int32, layer_table.device, at_least=batch)
+        for name, counts in (("commit_counts", commit_counts), ("rejected_counts", rejected_counts)):
+            if counts is not None:
+                checks.vector(name, counts, torch.int32, layer_table.device, at_least=batch)
     _restore(
         layer_table,
         caches,
         log,
         slots,
         query_start_loc,
-        commit_counts,
+        commit_counts if rejected_counts is None else rejected_counts,
         num_kv_heads,
         head_size,
         block_size,
         num_blocks,
+        rejected_counts is not None,
     )
+
+
+def _check_one(**tensors: torch.Tensor | None) -> None:
+    given = [name for name, tensor in tensors.items() if tensor is not None]
+    if len(given) != 1:
+        raise ValueError(f"{', '.join(tensors)}: given {', '.join(given) or 'none'}, wanted exactly one")
 
 
 def _first_blocks(caches: Sequence[torch.Tensor]) -> int:

@@ -87,6 +87,17 @@ def test_counts(case: SlotCase, device: torch.device) -> None:
     assert_equal(inputs, wanted)
 
 
+@pytest.mark.parametrize("case", SLOT_CASES[::2], ids=str)
+def test_rejected_counts(case: SlotCase, device: torch.device) -> None:
+    """What is left out of each window says the same as what is kept."""
+    inputs = slot_inputs(case, device)
+    wanted = expect(case, inputs, commit_counts=inputs.commit_counts)
+    lengths = inputs.query_start_loc[1:] - inputs.query_start_loc[:-1]
+    rejected = lengths - inputs.commit_counts[: len(lengths)]
+    commit(case, inputs, commit_counts=None, rejected_counts=rejected)
+    assert_equal(inputs, wanted)
+
+
 def sparse_source(case: SlotCase, device: torch.device) -> torch.Tensor:
     """Accepted path of a tree: slot i of each window takes some later row, the rest is skipped."""
     source, start = [], 0

@@ -91,4 +91,4 @@ def test_commit_equals_reference(case: SlotCase, device: torch.device) -> None:
 @few
 @given(case=slot_cases())
 def test_log_and_restore_equal_reference(case: SlotCase, device: torch.device) -> None:
-    test_slot_log.test_log_then_restore(case, device)
+    test_slot_log.test_log_then_restore(case, False, device)

@@ -33,8 +33,9 @@ def row_bytes(case: SlotCase, inputs: SlotInputs) -> int:
     return case.heads * case.size * inputs.key_caches[0].element_size()
 
 
+@pytest.mark.parametrize("rejected", [False, True], ids=["kept", "rejected"])
 @pytest.mark.parametrize("case", SLOT_CASES, ids=str)
-def test_log_then_restore(case: SlotCase, device: torch.device) -> None:
+def test_log_then_restore(case: SlotCase, rejected: bool, device: torch.device) -> None:
     inputs = slot_inputs(case, device)
     fill_random(inputs, 1)
     before = inputs.snapshots()
@@ -66,9 +67,11 @@ def test_log_then_restore(case: SlotCase, device: torch.device) -> None:
     wanted = inputs.snapshots()
     for buffer, old in zip(inputs.buffers, after, strict=True):
         buffer.raw.copy_(old)
-    ops.restore_slots(
-        table, caches, log.view, inputs.slots, inputs.query_start_loc, inputs.commit_counts, **inputs.shape
-    )
+    counts = {"commit_counts": inputs.commit_counts}
+    if rejected:
+        lengths = inputs.query_start_loc[1:] - inputs.query_start_loc[:-1]
+        counts = {"rejected_counts": lengths - inputs.commit_counts[: len(lengths)]}
+    ops.restore_slots(table, caches, log.view, inputs.slots, inputs.query_start_loc, **counts, **inputs.shape)
     assert_equal(inputs, wanted)
 
 

@@ -174,8 +174,9 @@ COMMON: list[tuple[str, Change, str]] = [
 ]
 COMMIT: list[tuple[str, Change, str]] = [
     *COMMON,
-    ("commit_counts", constant(None), "neither is given, wanted exactly one"),
-    ("source_index", constant(torch.zeros(12, dtype=torch.int32)), "both are given, wanted exactly one"),
+    ("commit_counts", constant(None), "given none, wanted exactly one"),
+    ("source_index", constant(torch.zeros(12, dtype=torch.int32)), "given commit_counts, source_index"),
+    ("rejected_counts", constant(torch.zeros(4, dtype=torch.int32)), "given commit_counts, rejected_counts"),
     ("source_dtype", constant(torch.float64), "is torch.float64"),
     ("source_dtype", constant(torch.float16), "dtype is torch.bfloat16"),
     ("kv_cache_dtype", constant("fp4"), "is 'fp4', wanted one of"),
@@ -211,7 +212,9 @@ def test_commit_window(name: str, change: Change, message: str) -> None:
     before = inputs.snapshots()
     arguments = {**slot_call(inputs), "commit_counts": inputs.commit_counts, "source_dtype": SLOT.dtype}
     arguments[name] = change(arguments.get(name))
-    begin = rf"^({name}|caches|commit_counts, source_index)[^:]*: " if name != "caches" else r"^caches[^:]*: "
+    begin = rf"^({name}|caches|commit_counts, rejected_counts, source_index)[^:]*: "
+    if name == "caches":
+        begin = r"^caches[^:]*: "
     with pytest.raises((TypeError, ValueError), match=f"{begin}.*{message}"):
         ops.commit_window(**arguments)
     assert all(torch.equal(buffer.raw, old) for buffer, old in zip(inputs.buffers, before, strict=True))

@@ -1,0 +1,199 @@
+// Shapes of the warpgroup kernel's shared memory, and the tiles on their way into it. Keys and values have rings of
+// their own: a tile's keys are free as soon as its scores are known, and so make room earlier.
+#pragma once
+
+#include "verify_kernel.cuh"
+#include "wgmma.cuh"
+
+namespace nwor {
+
+// A thread block has kRowGroups warpgroups, each with 8 * kRowTiles query rows of its own; all read the same tiles.
+template <int kD, int kRowTiles_, int kRowGroups_, int kKeyStages_, int kValueStages_, Kind kKind_>
+struct WarpgroupShape {
+  static constexpr int kHeadSize = kD;
+  static constexpr int kTile = 64;
+  static constexpr int kRowTiles = kRowTiles_;
+  static constexpr int kRowGroups = kRowGroups_;
+  static constexpr int kRowWarps = 4 * kRowGroups;
+  static constexpr int kGroups = 1;
+  static constexpr int kKeyStages = kKeyStages_;
+  static constexpr int kValueStages = kValueStages_;
+  static constexpr Kind kKind = kKind_;
+  static constexpr bool kFp8 = kKind == Kind::kFp8;
+  static_assert(kD % 64 == 0 && kValueStages >= 2 && kKeyStages >= kValueStages);
+
+  static constexpr int kThreads = 128 * kRowGroups;
+  static constexpr int kRows = 8 * kRowTiles * kRowGroups;
+  static constexpr int kPanelBytes = kTile * 128;  // 16-bit tiles: 64 head positions of all tokens
+  static constexpr int kRowBytes = kD * (kFp8 ? 1 : 2);
+  static constexpr int kTileBytes = kTile * kRowBytes;
+  static constexpr int kQueryBytes = kRows * kD * 2;
+  static constexpr int kRingBytes = (kKeyStages + kValueStages) * kTileBytes;
+  static constexpr int kProbabilityBytes = kRows * 128;
+  // Fewest tiles of a thread block that are worth another worker: about what joining the workers' parts costs.
+  static constexpr int kMinTiles = kFp8 || kD == 64 ? 4 : kD == 128 ? 6 : 3;
+
+  // A result takes the place of the last keys and the last values, which lie side by side, while the other tiles of
+  // the next segment are on their way already. Where that is too little, or a cluster adds up, it has the whole ring.
+  static constexpr int merge_slices(int bytes) {
+    for (int slices = kD / 16; slices > 4; slices -= 4)
+      if (kD / 16 % slices == 0 && kRows * (slices * 16 + 4) * 4 <= bytes) return slices;
+    return 4;
+  }
+  static constexpr bool kOverlap = kRows * (4 * 16 + 4) * 4 <= 2 * kTileBytes;
+  static constexpr int kMergeSlices = merge_slices(kOverlap ? 2 * kTileBytes : kRingBytes);
+  static constexpr int kMergeStride = kMergeSlices * 16 + 4;
+  static constexpr int kMergeOffset = kQueryBytes + (kOverlap ? (kKeyStages - 1) * kTileBytes : 0);
+  static constexpr int kSumStride = kD + 4;
+  static constexpr int kSumOffset = kQueryBytes;
+  static_assert(kRows * kMergeStride * 4 <= (kOverlap ? 2 * kTileBytes : kRingBytes));
+  static_assert(kRows * kSumStride * 4 <= kRingBytes);
+
+  static constexpr int kProbabilityOffset = kQueryBytes + kRingBytes;
+  // Statistics take the probabilities' place when a segment's products are done.
+  static constexpr int kStatGroups = 4;
+  static constexpr int kStatsOffset = kProbabilityOffset;
+  static constexpr int kRowsOffset = kStatsOffset + kStatGroups * kRows * 8;
+  static constexpr int kOutputOffset = kRowsOffset + kRows * 8;
+  static_assert(kOutputOffset + kRows * 8 <= kProbabilityOffset + kProbabilityBytes);
+  static constexpr int kFlagOffset = kProbabilityOffset + kProbabilityBytes;
+  static constexpr int kControlOffset = kFlagOffset + 16;
+  static constexpr int kTableOffset = kControlOffset + kControlBytes;
+  static constexpr int kSharedBytes = kTableOffset + kTabledRequests * 8;
+
+  static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }  // of the warpgroup
+  static __device__ __forceinline__ int first_row() {  // the warpgroup's first query row
+    return kRowGroups == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * 8 * kRowTiles;
+  }
+  static __device__ __forceinline__ constexpr int key_offset(int slot) { return kQueryBytes + slot * kTileBytes; }
+  static __device__ __forceinline__ constexpr int value_offset(int slot) {
+    return kQueryBytes + (kKeyStages + kValueStages - 1 - slot) * kTileBytes;
+  }
+  static __device__ __forceinline__ uint32_t key_tile(const char* shared, int slot) {
+    return smem_address(shared) + key_offset(slot);
+  }
+  static __device__ __forceinline__ uint32_t value_tile(const char* shared, int slot) {
+    return smem_address(shared) + value_offset(slot);
+  }
+
+  // The query, and a 16-bit tile, lie in panels of 64 head positions; an fp8 tile's rows lie whole.
+  static __device__ __forceinline__ int query_offset(int row, int chunk) {
+    return chunk / 8 * (kRows * 128) + row * 128 + ((chunk ^ row) & 7) * 16;
+  }
+  static __device__ __forceinline__ int tile_offset(int row, int chunk) {
+    if constexpr (kFp8) return chunk_offset<kRowBytes / 16>(row, chunk);
+    return chunk / 8 * kPanelBytes + row * 128 + ((chunk ^ row) & 7) * 16;
+  }
+
+  // The part of a tile that this warp helps to fill: 16 tokens, with a warp of each warpgroup.
+  static constexpr int kCopyWarps = kRowGroups;
+  static __device__ __forceinline__ int copy_warp() { return threadIdx.x / 128; }
+  static __device__ __forceinline__ int copy_token() { return warp() * 16; }
+  static __device__ __forceinline__ int copy_offset() { return warp() * 16 * (kFp8 ? kRowBytes : 128); }
+  static __device__ __forceinline__ void copy(const char* rows, int64_t stride, int valid, uint32_t tile) {
+    constexpr int kChunks = kRowBytes / 16;
+    constexpr int kPassRows = 32 / kChunks, kPasses = 16 / kPassRows;
+    constexpr int kPitch = kFp8 ? kRowBytes : 128;
+    const int lane = threadIdx.x % 32, chunk = lane % kChunks;
+    const uint32_t first = tile + tile_offset(lane / kChunks, chunk);
+    int row = lane / kChunks + copy_warp() * kPassRows;
+    const char* from = rows + row * stride + chunk * 16;
+#pragma unroll
+    for (int i = 0; i < kPasses / kRowGroups; ++i) {
+      const int pass_row = (i * kRowGroups + copy_warp()) * kPassRows;
+      // Adding rows to the first pass's changes the swizzle by an exclusive or.
+      const int swizzle = kFp8 ? row_swizzle<kChunks>(pass_row) : pass_row & 7;
+      copy_async16((first ^ (swizzle << 4)) + pass_row * kPitch, from, row < valid);
+      row += kPassRows * kRowGroups;
+      from += stride * (kPassRows * kRowGroups);
+    }
+  }
+};
+
+// The tiles of a segment on their way into the rings. Every load is a group of asynchronous copies of its own, also
+// where nothing is left to load: values of step s and keys of step s + kKeyStages - kValueStages + 1 take turns, so
+// that a count of groups tells what has arrived.
+template <class S>
+struct TileQueue {
+  static constexpr int kLag = S::kKeyStages - S::kValueStages;  // steps from the last keys back to the next values
+  Stream<S> stream;
+  int2 places[kLag + 1];  // of the last keys; the newest first
+
+  // Begins a segment: on their way when this returns are the query rows and the first tiles but the last keys'.
+  __device__ __forceinline__ void begin(const VerifyParams& p, const Segment& segment, int rank, char* shared) {
+    begin_stream<S>(p, segment, rank, stream, shared);
+#pragma unroll 1
+    for (int step = -S::kKeyStages;; ++step) {
+      load_values(p, segment, step + S::kValueStages - 1, shared);
+      if (step == -1) break;
+      load_keys(p, segment, step + S::kKeyStages, shared);
+    }
+  }
+
+  __device__ __forceinline__ void load_last_keys(const VerifyParams& p, const Segment& segment, char* shared) {
+    load_keys(p, segment, S::kKeyStages - 1, shared);
+  }
+
+  // Steps that do not exist load nothing.
+  __device__ __forceinline__ void load_keys(const VerifyParams& p, const Segment& segment, int step, char* shared) {
+    const int tile = stream.first + stream.stride * step;
+#pragma unroll
+    for (int i = kLag; i > 0; --i) places[i] = places[i - 1];
+    if (tile < segment.end) {
+      if (tile < segment.context_tiles) places[0] = find_tile<S>(p, segment, stream, step);
+      load<false>(p, segment, tile, places[0], S::key_offset(step % S::kKeyStages), shared);
+    }
+    copy_async_commit();
+  }
+
+  __device__ __forceinline__ void load_values(const VerifyParams& p, const Segment& segment, int step, char* shared) {
+    const int tile = stream.first + stream.stride * step;
+    if (step >= 0 && tile < segment.end)
+      load<true>(p, segment, tile, places[kLag], S::value_offset(step % S::kValueStages), shared);
+    copy_async_commit();
+  }
+
+  template <bool kValue>
+  __device__ __forceinline__ void load(const VerifyParams& p, const Segment& segment, int tile, int2 place, int offset,
+                                       char* shared) {
+    constexpr int kElement = S::kFp8 ? 1 : 2;
+    const int at = offset + S::copy_offset();
+    const uint32_t to = smem_address(shared) + at;
+    const char* rows;
+    int64_t stride;
+    int valid;
+    if (tile < segment.context_tiles) {
+      const int token = (segment.first_context_tile + tile) * S::kTile + S::copy_token();
+      valid = segment.work.context - token;
+      if (!p.whole_tiles) {
+        copy_scattered_tile<S>(p, segment.request, segment.head, token, min(valid, kTileTokens),
+                               TileAddresses{kValue ? TileAddresses::kNone : to, kValue ? to : TileAddresses::kNone});
+        return;
+      }
+      const int64_t block = place.x, in_block = place.y;
+      stride = (kValue ? p.value_cache_token : p.key_cache_token) * kElement;
+      rows = static_cast<const char*>(kValue ? p.value_cache : p.key_cache) +
+             (segment.head * (kValue ? p.value_cache_head : p.key_cache_head) +
+              block * (kValue ? p.value_cache_block : p.key_cache_block)) *
+                 kElement +
+             in_block * stride;
+    } else {
+      const int token = (tile - segment.context_tiles) * S::kTile + S::copy_token();
+      valid = segment.work.window - token;
+      if (S::kFp8 || !p.aligned) {
+        const uint32_t begin = static_cast<uint32_t>(at);
+        convert_window_tile<S>(
+            p, segment.work.start + token, segment.head, min(valid, kTileTokens),
+            head_scale(p.k_scale, p.k_scale_count, segment.head), head_scale(p.v_scale, p.v_scale_count, segment.head),
+            shared, TileAddresses{kValue ? TileAddresses::kNone : begin, kValue ? begin : TileAddresses::kNone});
+        return;
+      }
+      stride = (kValue ? p.value_token : p.key_token) * 2;
+      rows = static_cast<const char*>(kValue ? p.value : p.key) +
+             segment.head * (kValue ? p.value_head : p.key_head) * 2 + (segment.work.start + token) * stride;
+    }
+    S::copy(rows, stride, valid, to);
+  }
+};
+
+}  // namespace nwor
