@@ -34,6 +34,10 @@ class SelfCheck:
     def _read(self, slot_key: int, group_ops: LayerGroupOps) -> torch.Tensor:
         return group_ops.log(self._batch.slots[slot_key], self._batch.query_start_loc)
 
+    def follow(self, batch: WindowBatch) -> None:
+        """Go on with another record of the same batch; rows without a slot there are not checked."""
+        self._batch = batch
+
     def violations(self, sources: Mapping[str, Source], commit_counts: torch.Tensor) -> int:
         """Return how many (layer, token) pairs break an invariant; 0 is right. Waits for the device.
 

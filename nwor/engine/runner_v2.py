@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nwor.config import NworConfig
+from nwor.engine.freed import freed_by
 from nwor.engine.layers import slot_keys, target_layers
-from nwor.engine.rank import CacheViews, Rank, StepPlan
-from nwor.engine.record import attach
+from nwor.engine.plan import StepPlan
+from nwor.engine.rank import CacheViews, Rank
+from nwor.engine.record import attach, in_flight_of
+from nwor.engine.stages import Stages
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
@@ -24,7 +27,8 @@ class NworRunnerV2(Base):
 
     The window batch is opened once a step's inputs are on the device. The batch is sorted with verifying
     requests first, so the windows are its leading part. The commit is launched after the sampled tokens' copy
-    to the host has started and before the drafter runs.
+    to the host has started and before the drafter runs. A pipeline stage that does not sample holds its
+    windows back until vLLM's own record of the step's counts has come (``PPHandler``).
     """
 
     nwor: Rank
@@ -43,7 +47,16 @@ class NworRunnerV2(Base):
         if is_profiling:
             return
         keys = slot_keys(self.kv_cache_config)
-        self.nwor.bind(target_layers(self), keys, self.nwor_cache_views, self.nwor_impl)
+        self.nwor.bind(target_layers(self), keys, self.nwor_cache_views, self.nwor_impl, Stages.current())
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        """Commit what this step has to find in the cache, then free the requests that have ended.
+
+        Called at the start of every step, before requests are added and anything is launched.
+        """
+        if self.use_pp:
+            self.nwor.next_step(in_flight_of(scheduler_output), freed_by(scheduler_output))
+        super().finish_requests(scheduler_output)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; a window batch left open by an exception is dropped without a write."""
@@ -81,14 +94,34 @@ class NworRunnerV2(Base):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, commit and draft; the counts are read when the output's own copy has arrived."""
         try:
+            if not self.is_last_pp_rank:
+                self.nwor.defer()
             output = super().sample_tokens(grammar_output)
         except BaseException:
             self.nwor.drop()
             raise
+        if not self.is_last_pp_rank:
+            self._nwor_expect_counts()
+            return output
         plan, self._nwor_finished = self._nwor_finished, None
         if plan is not None and output is not None:
             self._nwor_account_on_arrival(output, plan)
         return output
+
+    def _nwor_expect_counts(self) -> None:
+        handler = self.pp_handler
+        assert handler is not None
+        # What this step's call has just put there; None where no request of the step needs its outcome.
+        entry = handler.queue[-1]
+        if entry is None:
+            self.nwor.expect(None)
+            return
+
+        def rejected() -> torch.Tensor:
+            handler.main_stream.wait_event(entry.event)
+            return entry.num_rejected
+
+        self.nwor.expect(rejected)
 
     def _nwor_account_on_arrival(self, output: AsyncOutput, plan: StepPlan) -> None:
         get_output = output.get_output
