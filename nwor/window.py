@@ -96,6 +96,7 @@ class WindowBatch:
         num_tokens: rows of the step's tensors that belong to them; the first ones.
         query_start_loc: int32 [num_requests + 1] on the device; the first row of each window.
         slots: by slot key, int64 [num_tokens]: the cache slot of each row, negative to skip.
+        early: likewise, for rows that are written as the layers run, before they attend; none where None.
 
     """
 
@@ -104,6 +105,7 @@ class WindowBatch:
     num_tokens: int
     query_start_loc: torch.Tensor
     slots: Mapping[int, torch.Tensor]
+    early: Mapping[int, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ class Window:
             ]
 
     def stage(self, name: str, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Take over the window's rows of one layer; nothing is written.
+        """Take over the window's rows of one layer; only rows with an early slot are written.
 
         Args:
             name: the layer.
@@ -223,6 +225,10 @@ class Window:
         if name in self._sources:
             raise WindowStateError(f"stage {name}: the layer was staged already in this step")
         self._sources[name] = (key, value)
+        assert self.batch is not None
+        if self.batch.early is not None:
+            group, layer = self._layers[name]
+            layer.direct_write(key, value, self.batch.early[group.slot_key])
 
     @property
     def group_ops(self) -> list[tuple[LayerGroup, LayerGroupOps]]:

@@ -13,13 +13,13 @@ The drafts wait for the counts. They are committed
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import torch
 
-from nwor.engine.plan import StepPlan
+from nwor.engine.plan import StepPlan, draft_rows, only, upload
 from nwor.modes import Mode
 from nwor.self_check import SelfCheck
 from nwor.state import RankState
@@ -105,12 +105,12 @@ class Deferral:
         """
         held = self._window.release(copy=copy)
         batch = held.batch
-        draft = _draft_rows(plan, batch.query_start_loc.device)
-        if plan.mode is Mode.STAGE:
-            rest = _where(~draft, batch.slots)
+        draft = draft_rows(plan, batch.query_start_loc.device)
+        if plan.mode is Mode.STAGE and batch.early is None:
+            rest = only(~draft, batch.slots)
             lengths = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
             self._window.finish(held.with_slots(rest), lengths)
-        held = held.with_slots(_where(draft, batch.slots))
+        held = held.with_slots(only(draft, batch.slots))
         if check is not None:
             check.follow(held.batch)
         self._pending.append(Deferred(self._step, plan, held, check))
@@ -138,7 +138,7 @@ class Deferral:
             if not any(alive):
                 return
             rows = [kept for kept, count in zip(alive, plan.query_lens, strict=True) for _ in range(count)]
-            held = held.with_slots(_where(_rows(rows, held.batch.query_start_loc.device), held.batch.slots))
+            held = held.with_slots(only(upload(rows, held.batch.query_start_loc.device), held.batch.slots))
             entry.held = held
         try:
             if entry.rejected is None:
@@ -159,21 +159,3 @@ class Deferral:
     def _fail(self, entry: Deferred, error: Exception) -> None:
         self._state.fail("deferred commit", error)
         self._window.write_all(entry.held)
-
-
-def _draft_rows(plan: StepPlan, device: torch.device) -> torch.Tensor:
-    rows: list[bool] = []
-    for count, drafts in zip(plan.query_lens, plan.draft_counts, strict=False):
-        rows += [False] * (count - drafts) + [True] * drafts
-    return _rows(rows, device)
-
-
-def _rows(rows: list[bool], device: torch.device) -> torch.Tensor:
-    """Return bool [rows] on the device; the host does not wait for the upload."""
-    on_host = torch.tensor(rows, dtype=torch.bool, pin_memory=device.type == "cuda")
-    return on_host.to(device, non_blocking=True)
-
-
-def _where(rows: torch.Tensor, slots: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the slots of some rows, -1 for all others."""
-    return {key: torch.where(rows, value, -1) for key, value in slots.items()}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from nwor.modes import Mode
 
@@ -21,6 +24,7 @@ class StepPlan:
         direct_reason: why windows outside the batch are written directly.
         faulty: whether the batch was written directly after an error.
         query_lens: rows of each request of the window batch.
+        early: whether rows that are no drafts are written as the layers run; see :func:`takes_over_blocks`.
         step: number of the step among all of this rank's, verify steps or not.
 
     """
@@ -33,6 +37,7 @@ class StepPlan:
     direct_reason: str | None
     faulty: bool = False
     query_lens: Sequence[int] = ()
+    early: bool = False
     step: int = 0
 
 
@@ -45,3 +50,45 @@ def leading_windows(query_lens: Sequence[int], longest: int) -> tuple[int, int]:
         requests += 1
         tokens += rows
     return requests, tokens
+
+
+def takes_over_blocks(scheduled: Any) -> bool:
+    """Return whether a step brings a request that starts from blocks of the prefix cache.
+
+    The scheduler enters a block in the prefix cache when it schedules the step that fills it, and may give it
+    to a request of the same step. The layers must have written the block's last row before they attend then.
+
+    Args:
+        scheduled: vLLM's ``SchedulerOutput``.
+
+    """
+    if any(request.num_computed_tokens for request in scheduled.scheduled_new_reqs):
+        return True
+    cached = scheduled.scheduled_cached_reqs
+    computed = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return any(count and request in cached.resumed_req_ids for request, count in computed)
+
+
+def draft_rows(plan: StepPlan, device: torch.device) -> torch.Tensor:
+    """Return bool [num_tokens] on the device: the rows of the window batch that are drafts."""
+    rows: list[bool] = []
+    for count, drafts in zip(plan.query_lens, plan.draft_counts, strict=False):
+        rows += [False] * (count - drafts) + [True] * drafts
+    return upload(rows, device)
+
+
+def upload(rows: list[bool], device: torch.device) -> torch.Tensor:
+    """Return bool [rows] on the device; the host does not wait."""
+    on_host = torch.tensor(rows, dtype=torch.bool, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
+
+
+def only(rows: torch.Tensor, slots: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the slots of some rows, -1 for all others.
+
+    Args:
+        rows: bool [num_tokens] on the device.
+        slots: by slot key, int64 [num_tokens].
+
+    """
+    return {key: torch.where(rows, value, -1) for key, value in slots.items()}

@@ -19,7 +19,7 @@ from nwor.engine.binding import AttentionParameters, LayerBinding
 from nwor.engine.commit_timer import CommitTimer
 from nwor.engine.cut_short import CutShort
 from nwor.engine.deferral import Deferral, RejectedCounts
-from nwor.engine.plan import StepPlan, leading_windows
+from nwor.engine.plan import StepPlan, draft_rows, leading_windows, only
 from nwor.engine.stages import Stages
 from nwor.engine.support import REASONS, Unsupported, check_engine, check_impl
 from nwor.modes import Mode
@@ -208,9 +208,19 @@ class Rank:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def plan_step(
-        self, request_ids: Sequence[str], query_lens: Sequence[int], draft_counts: Sequence[int]
+        self,
+        request_ids: Sequence[str],
+        query_lens: Sequence[int],
+        draft_counts: Sequence[int],
+        early: bool = False,
     ) -> StepPlan | None:
         """Decide, from the scheduler's own record of draft tokens, what this step does.
+
+        Args:
+            request_ids: the step's requests in batch order.
+            query_lens: rows of each.
+            draft_counts: draft tokens of each; its last rows.
+            early: whether a request of the step may read what others of it write.
 
         Returns:
             The plan, or None where the step verifies nothing.
@@ -238,6 +248,7 @@ class Rank:
             tokens,
             reason,
             query_lens=list(query_lens[:requests]),
+            early=early and mode is Mode.STAGE,
             step=self._cut_short.step,
         )
 
@@ -278,6 +289,9 @@ class Rank:
             slots={key: value[: plan.num_tokens] for key, value in slots.items()},
         )
         try:
+            if plan.early:
+                drafts = draft_rows(plan, self.device)
+                batch = replace(batch, slots=only(drafts, batch.slots), early=only(~drafts, batch.slots))
             self.window.begin(batch)
             interval = self.state.config.self_check_interval
             if interval and self.state.steps % interval == 0:

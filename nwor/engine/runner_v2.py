@@ -9,7 +9,7 @@ import torch
 from nwor.config import NworConfig
 from nwor.engine.freed import freed_by
 from nwor.engine.layers import slot_keys, target_layers
-from nwor.engine.plan import StepPlan
+from nwor.engine.plan import StepPlan, takes_over_blocks
 from nwor.engine.rank import CacheViews, Rank
 from nwor.engine.record import attach, in_flight_of
 from nwor.engine.stages import Stages
@@ -33,6 +33,7 @@ class NworRunnerV2(Base):
 
     nwor: Rank
     _nwor_finished: StepPlan | None = None
+    _nwor_early: bool = False
 
     #: Set by subclasses: the attention implementation that takes part, and how its cache looks.
     nwor_impl: type
@@ -56,6 +57,7 @@ class NworRunnerV2(Base):
         """
         if self.use_pp:
             self.nwor.next_step(in_flight_of(scheduler_output), freed_by(scheduler_output))
+        self._nwor_early = takes_over_blocks(scheduler_output)
         super().finish_requests(scheduler_output)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +75,10 @@ class NworRunnerV2(Base):
         plan = None
         if drafts is not None:
             plan = self.nwor.plan_step(
-                input_batch.req_ids, input_batch.num_scheduled_tokens.tolist(), drafts.tolist()
+                input_batch.req_ids,
+                input_batch.num_scheduled_tokens.tolist(),
+                drafts.tolist(),
+                self._nwor_early,
             )
         slots = dict(enumerate(slot_mappings)) if plan is not None and plan.num_requests else {}
         self.nwor.begin(plan, input_batch.query_start_loc, slots)

@@ -56,6 +56,7 @@ class StageProbe:
             self._before_and_after(runner, "prepare_attn", None, self._note_tables)
             self._first = min(self._layers, key=lambda name: int(name.split("layers.")[1].split(".")[0]))
             self._before_and_after(self._layers[self._first].impl, "forward", self._check_reads, None)
+        self._before_and_after(rank.window, "stage", None, self._note_early)
         for group_ops in rank.window._ops:
             self._before_and_after(group_ops, "commit", self._note_bytes(group_ops, "commit"), None)
             self._before_and_after(group_ops, "restore", self._note_bytes(group_ops, "restore"), None)
@@ -249,6 +250,20 @@ class StageProbe:
                     self._wrong(f"{batch.req_ids[row]} reads stale keys at {where[:5]} of {length}")
 
     # What is moved.
+
+    def _note_early(self, _: Any, name: str, key: Any, value: Any) -> None:
+        window = self.model_runner.nwor.window
+        if window.batch.early is None:
+            return
+        group, layer = window._layers[name]
+        slots, drafts = window.batch.early[group.slot_key], self._plan.draft_counts
+        rows = [
+            row
+            for index in range(len(window.batch.query_start_loc) - 1)
+            if drafts[index]
+            for row in range(self._starts[index], self._starts[index + 1])
+        ]
+        self._seen["bytes"]["commit"] += int((slots[rows] >= 0).sum()) * layer.shape.bytes_per_token
 
     def _note_bytes(self, group_ops: Any, path: str) -> Any:
         token = 2 * group_ops.num_kv_heads * group_ops.head_size * group_ops.key_caches[0].element_size()
