@@ -57,10 +57,10 @@ class StageProbe:
             self._first = min(self._layers, key=lambda name: int(name.split("layers.")[1].split(".")[0]))
             self._before_and_after(self._layers[self._first].impl, "forward", self._check_reads, None)
         self._before_and_after(rank.window, "stage", None, self._note_early)
+        self._before_and_after(rank.window, "begin", None, self._note_logs)
         for group_ops in rank.window._ops:
             self._before_and_after(group_ops, "commit", self._note_bytes(group_ops, "commit"), None)
             self._before_and_after(group_ops, "restore", self._note_bytes(group_ops, "restore"), None)
-            self._before_and_after(group_ops, "log", self._note_bytes(group_ops, "log"), None)
 
     def probe_stop(self) -> dict[str, Any]:
         """Stop watching and return what was seen."""
@@ -264,6 +264,12 @@ class StageProbe:
             for row in range(self._starts[index], self._starts[index + 1])
         ]
         self._seen["bytes"]["commit"] += int((slots[rows] >= 0).sum()) * layer.shape.bytes_per_token
+
+    def _note_logs(self, _: Any, batch: Any) -> None:
+        # Not at the op itself, which the self-check uses as well.
+        if batch.mode == "cow":
+            for group, group_ops in self.model_runner.nwor.window.group_ops:
+                self._note_bytes(group_ops, "log")(batch.slots[group.slot_key], batch.query_start_loc)
 
     def _note_bytes(self, group_ops: Any, path: str) -> Any:
         token = 2 * group_ops.num_kv_heads * group_ops.head_size * group_ops.key_caches[0].element_size()

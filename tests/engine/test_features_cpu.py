@@ -256,7 +256,7 @@ def compare_hits_of_the_same_step(llm: Any) -> None:
     core = llm.llm_engine
     scheduler = core.engine_core.engine_core.scheduler
     schedule = scheduler.schedule
-    start = llm.get_tokenizer().encode(PROMPTS[0] * 4)[:BLOCK_SIZE]
+    starts = [llm.get_tokenizer().encode(prompt * 4)[:BLOCK_SIZE] for prompt in PROMPTS[:4]]
     together = []
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -268,15 +268,19 @@ def compare_hits_of_the_same_step(llm: Any) -> None:
     def run() -> dict[str, Any]:
         together.clear()
         params = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)
-        core.add_request("parent", {"prompt_token_ids": start}, params)
+        for index, start in enumerate(starts):
+            core.add_request(str(index), {"prompt_token_ids": start}, params)
         outputs: dict[str, Any] = {}
+        asked: set[str] = set()
         while core.has_unfinished_requests():
             outputs |= {output.request_id: output for output in core.step()}
-            made = outputs["parent"].outputs[0].token_ids
-            name = f"child{len(made)}"
-            if name not in outputs and (len(start) + len(made)) % BLOCK_SIZE == 0:
-                child = {"prompt_token_ids": [*start, *made, 100]}
-                core.add_request(name, child, SamplingParams(temperature=0.0, max_tokens=1, logprobs=3))
+            for index, start in enumerate(starts):
+                made = outputs[str(index)].outputs[0].token_ids if str(index) in outputs else ()
+                name = f"{index} after {len(made)}"
+                if made and name not in asked and len(made) % BLOCK_SIZE == 0:
+                    asked.add(name)
+                    child = {"prompt_token_ids": [*start, *made, 100]}
+                    core.add_request(name, child, SamplingParams(temperature=0.0, max_tokens=1, logprobs=3))
         assert any(together)
         return outputs
 

@@ -91,7 +91,7 @@ def _start(**settings: Any) -> Any:
             "method": demo.draft_method(),
             "num_speculative_tokens": DRAFTS,
         },
-        additional_config={"nwor": {"mode": "off"}},
+        additional_config={"nwor": {"mode": "off", "self_check_interval": 3}},
         worker_extension_cls="tests.engine.stage_probe.StageProbe",
         **{**defaults, **settings},
     )
@@ -148,6 +148,7 @@ def _watched(llm: Any, mode: str, run: Callable[[], Any]) -> tuple[Any, list[dic
     for stage, report in zip(seen, (first, last), strict=True):
         assert stage["wrong"] == []
         assert (report["fault"], report["unsupported"]) == (None, None)
+        assert mode == "off" or report["self_checks"] > 0
     assert scheduler._nwor_logged == set()
     assert first["counts"]["windows"] == 0
     counts = last["counts"]
