@@ -8,19 +8,23 @@ from types import TracebackType
 
 import torch
 
+#: Measurements that wait to be asked for; a rank that reports asks in every verify step.
+_KEPT = 1000
+
 
 class CommitTimer:
     """Times each ``with`` block: the host's clock on a CPU, a pair of events on a GPU.
 
-    Events are read in a later step, once the device has passed them; nobody waits for them.
+    Events are read in a later step, once the device has passed them; nobody waits for them. Ranks that report
+    nothing never ask, so only the latest measurements are kept.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"
         self._started = 0.0
-        self._seconds: list[float] = []
+        self._seconds: deque[float] = deque(maxlen=_KEPT)
         self._open: torch.cuda.Event | None = None
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_KEPT)
 
     def __enter__(self) -> None:
         if not self._events:
@@ -51,5 +55,7 @@ class CommitTimer:
         while self._pending and self._pending[0][1].query():
             start, end = self._pending.popleft()
             self._seconds.append(start.elapsed_time(end) / 1000)
-        seconds, self._seconds = self._seconds, []
-        return len(seconds), sum(seconds)
+        count, seconds = 0, 0.0
+        while self._seconds:
+            count, seconds = count + 1, seconds + self._seconds.popleft()
+        return count, seconds

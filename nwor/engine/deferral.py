@@ -104,16 +104,23 @@ class Deferral:
 
         """
         held = self._window.release(copy=copy)
+        try:
+            entry = self._deferred(plan, held, check)
+        except Exception:
+            self._window.write_all(held)
+            raise
+        self._pending.append(entry)
+
+    def _deferred(self, plan: StepPlan, held: HeldBatch, check: SelfCheck | None) -> Deferred:
         batch = held.batch
         draft = draft_rows(plan, batch.query_start_loc.device)
         if plan.mode is Mode.STAGE and batch.early is None:
-            rest = only(~draft, batch.slots)
             lengths = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
-            self._window.finish(held.with_slots(rest), lengths)
+            self._window.finish(held.with_slots(only(~draft, batch.slots)), lengths)
         held = held.with_slots(only(draft, batch.slots))
         if check is not None:
             check.follow(held.batch)
-        self._pending.append(Deferred(self._step, plan, held, check))
+        return Deferred(self._step, plan, held, check)
 
     def expect(self, rejected: RejectedCounts | None) -> None:
         """Note how to come by the counts of the step that has just been held, if one has.

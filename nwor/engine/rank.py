@@ -85,6 +85,8 @@ class Rank:
         # A window is staged on all stages or on none: its figures cover them all.
         verdict = self._agree(stages, verdict)
         if verdict is not None:
+            self.state.token_bytes = self.state.source_token_bytes = 0
+            self.state.other_token_bytes = self.state.other_source_bytes = 0
             self.refuse(*verdict)
             return
         if not stages.last:

@@ -209,6 +209,18 @@ def test_an_error_in_the_commit_is_a_fault(stage):
     assert "lost" in stage.state.fault
 
 
+def test_an_error_while_a_batch_is_held_loses_nothing(stage, monkeypatch):
+    def broken(*args: object) -> None:
+        raise RuntimeError("no launch")
+
+    stage.forward()
+    monkeypatch.setattr(stage.window, "finish", broken)
+    with pytest.raises(RuntimeError, match="no launch"):
+        stage.hold()
+    assert stage.written() == list(range(10))
+    assert stage.deferral.pending == ()
+
+
 def test_a_batch_that_fell_back_is_not_held(stage):
     stage.forward()
     stage.window.finish_direct()
