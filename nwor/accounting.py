@@ -8,6 +8,8 @@ which A were accepted and R = D - A rejected::
     written, stage    = (F + A) * b + staged copies
     written, cow      = (F + D) * b + D * b (log) + R * b (restore)
     saved             = baseline - written       negative where it is negative
+
+What pipeline stages before the last do differently is counted beside this: ``nwor.tally.EarlierStages``.
 """
 
 from __future__ import annotations

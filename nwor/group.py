@@ -30,7 +30,13 @@ class LayerGroupOps:
         self.caches = [layer.kv_cache for layer in layers]
         self.key_caches = [layer.key_cache for layer in layers]
         self.value_caches = [layer.value_cache for layer in layers]
-        self.num_blocks, self.block_size, self.num_kv_heads, self.head_size = first.key_cache.shape
+        num_blocks, block_size, self.num_kv_heads, self.head_size = first.key_cache.shape
+        self._geometry: dict[str, Any] = {
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "block_size": block_size,
+            "num_blocks": num_blocks,
+        }
         self.kv_cache_dtype = first.kv_cache_dtype
         self.source_dtype = first.source_dtype
         self.k_scales = _stack([layer.k_scale for layer in layers])
@@ -49,15 +55,15 @@ class LayerGroupOps:
         table: torch.Tensor,
         slots: torch.Tensor,
         query_start_loc: torch.Tensor,
-        commit_counts: torch.Tensor,
+        rejected: torch.Tensor,
     ) -> None:
-        """Write the leading ``commit_counts`` tokens of each window, all layers in one launch."""
+        """Write each window but its last ``rejected`` tokens, all layers in one launch."""
         ops.commit_window(
             table,
             self.caches,
             slots,
             query_start_loc,
-            commit_counts=commit_counts,
+            rejected_counts=rejected,
             **self._geometry,
             source_dtype=self.source_dtype,
             kv_cache_dtype=self.kv_cache_dtype,
@@ -82,21 +88,18 @@ class LayerGroupOps:
         log: torch.Tensor,
         slots: torch.Tensor,
         query_start_loc: torch.Tensor,
-        commit_counts: torch.Tensor,
+        rejected: torch.Tensor,
     ) -> None:
         """Put the logged bytes of rejected tokens' slots back, all layers in one launch."""
         ops.restore_slots(
-            self.cache_table, self.caches, log, slots, query_start_loc, commit_counts, **self._geometry
+            self.cache_table,
+            self.caches,
+            log,
+            slots,
+            query_start_loc,
+            rejected_counts=rejected,
+            **self._geometry,
         )
-
-    @property
-    def _geometry(self) -> dict[str, Any]:
-        return {
-            "num_kv_heads": self.num_kv_heads,
-            "head_size": self.head_size,
-            "block_size": self.block_size,
-            "num_blocks": self.num_blocks,
-        }
 
 
 def _stack(scales: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -34,13 +34,17 @@ class SelfCheck:
     def _read(self, slot_key: int, group_ops: LayerGroupOps) -> torch.Tensor:
         return group_ops.log(self._batch.slots[slot_key], self._batch.query_start_loc)
 
-    def violations(self, sources: Mapping[str, Source], commit_counts: torch.Tensor) -> int:
+    def follow(self, batch: WindowBatch) -> None:
+        """Go on with another record of the same batch; rows without a slot there are not checked."""
+        self._batch = batch
+
+    def violations(self, sources: Mapping[str, Source], rejected: torch.Tensor) -> int:
         """Return how many (layer, token) pairs break an invariant; 0 is right. Waits for the device.
 
         Args:
             sources: what was staged, by layer; empty in mode ``cow``, where accepted tokens are written in
                 the forward pass and only the rejected ones are checked.
-            commit_counts: int32 [num_requests], as they were committed.
+            rejected: int32 [at least num_requests], as the batch was committed.
 
         """
         starts = self._batch.query_start_loc.long()
@@ -48,7 +52,8 @@ class SelfCheck:
         request = torch.searchsorted(starts[1:].contiguous(), rows, right=True).clamp_(max=len(starts) - 2)
         index = rows - starts[request]
         draft = (index >= 1) & (rows < starts[-1])
-        kept = index < commit_counts.long()[request]
+        lengths = starts[1:] - starts[:-1]
+        kept = index < (lengths - rejected[: len(lengths)])[request]
         broken = torch.zeros((), dtype=torch.int64, device=starts.device)
         for (slot_key, group_ops), before in zip(self._groups, self._before, strict=True):
             after = self._read(slot_key, group_ops)

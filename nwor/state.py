@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from nwor.accounting import WindowCounts
 from nwor.config import NworConfig
 from nwor.errors import ConfigError
 from nwor.modes import Mode
-from nwor.tally import Tally, WindowKind
+from nwor.tally import EarlierStages, Tally, WindowKind
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,11 @@ class RankState:
         mode: the mode in force.
         token_bytes: bytes that one token takes in all staged layers of this rank.
         source_token_bytes: bytes of the same token's keys and values as the forward pass makes them.
-        ranks: ranks that hold a share of every token; each of them sees every request.
+        ranks: ranks of a pipeline stage; each of them holds a share of every token and sees every request.
+        other_token_bytes: as ``token_bytes``, on one rank of each of the other pipeline stages together.
+        other_source_bytes: as ``source_token_bytes``, likewise.
+        stages_copy: whether pipeline stages before the last copy windows aside until they learn the counts.
+        last_stage: whether this rank samples, and so counts; those of earlier pipeline stages count nothing.
         switches: mode changes so far.
         steps: verify steps so far.
         unsupported: reason why nothing can be staged in this engine, and its detail; None where it can.
@@ -47,6 +51,10 @@ class RankState:
     token_bytes: int = 0
     source_token_bytes: int = 0
     ranks: int = 1
+    other_token_bytes: int = 0
+    other_source_bytes: int = 0
+    stages_copy: bool = False
+    last_stage: bool = True
     switches: int = 0
     steps: int = 0
     unsupported: tuple[str, str] | None = None
@@ -113,16 +121,28 @@ class RankState:
     def engine_token_bytes(self) -> int:
         """Bytes that one token takes in the staged layers of all ranks.
 
-        Heads are spread evenly: every rank holds as much of a token as any other.
+        Heads are spread evenly: every rank of a stage holds as much of a token as any other.
         """
-        return self.token_bytes * self.ranks
+        return (self.token_bytes + self.other_token_bytes) * self.ranks
 
-    def count(self, kinds: Iterable[WindowKind]) -> None:
-        """Count finished windows."""
-        tally = self.tally.kinds
-        for kind in kinds:
-            tally[kind] = tally.get(kind, 0) + 1
-            self.windows += 1
+    @property
+    def engine_source_bytes(self) -> int:
+        """Bytes of the same token's keys and values as the forward pass makes them, on all ranks."""
+        return (self.source_token_bytes + self.other_source_bytes) * self.ranks
+
+    @property
+    def earlier(self) -> EarlierStages | None:
+        """The pipeline stages before this rank's, which is the last; None without pipeline stages."""
+        if not self.other_token_bytes:
+            return None
+        copied = self.other_source_bytes * self.ranks if self.stages_copy else 0
+        return EarlierStages(self.other_token_bytes * self.ranks, copied)
+
+    def count(self, kinds: Mapping[WindowKind, int]) -> None:
+        """Count finished windows, given how many there are of each kind."""
+        for kind, times in kinds.items():
+            self.tally.add(kind, times)
+            self.windows += times
 
     def reset(self) -> None:
         """Start counting anew."""
@@ -137,6 +157,7 @@ class RankState:
             "modes": [mode.value for mode in self.config.modes],
             "token_bytes": self.token_bytes,
             "ranks": self.ranks,
+            "last_stage": self.last_stage,
             "switches": self.switches,
             "steps": self.steps,
             "unsupported": None

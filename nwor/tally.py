@@ -18,16 +18,56 @@ from nwor.modes import Mode
 WindowKind = tuple[str, str, int, int]
 
 
+@dataclass(frozen=True)
+class EarlierStages:
+    """The pipeline stages before the last, which learn what was accepted some steps later.
+
+    A window whose request ended or was preempted before that keeps its first token alone there.
+
+    Attributes:
+        token_bytes: bytes of one token over their staged layers, on all their ranks.
+        copied_bytes: bytes that they copy aside for each token of a staged window; 0 where they need not.
+
+    """
+
+    token_bytes: int
+    copied_bytes: int
+
+    def copies(self, kind: WindowKind) -> dict[str, int]:
+        """Return by path what they write beyond the figures of a window's kind."""
+        mode, reason, drafts, _ = kind
+        if reason or mode != Mode.STAGE or not self.copied_bytes:
+            return {}
+        return {"stage": (1 + drafts) * self.copied_bytes}
+
+    def missing(self, kind: WindowKind) -> dict[str, int]:
+        """Return by path, negative, what they do not write of a window that they never finish."""
+        mode, reason, drafts, accepted = kind
+        if reason or mode == Mode.OFF:
+            return {}
+        if mode == Mode.STAGE:
+            return {"commit": -accepted * self.token_bytes}
+        return {"restore": -(drafts - accepted) * self.token_bytes}
+
+
+def add_bytes(total: dict[str, int], more: Mapping[str, int]) -> None:
+    """Add bytes by path to ``total``."""
+    for path, size in more.items():
+        total[path] = total.get(path, 0) + size
+
+
 @dataclass
 class Tally:
     """Number of windows of each kind.
 
     Attributes:
         kinds: windows by kind.
+        extra: bytes by path that were written beyond the figures of the kinds; see :class:`EarlierStages`.
 
     """
 
     kinds: dict[WindowKind, int] = field(default_factory=dict)
+    extra: dict[str, int] = field(default_factory=dict)
 
     def add(self, kind: WindowKind, times: int = 1) -> None:
         """Count ``times`` windows of a kind."""
@@ -55,14 +95,17 @@ class Tally:
                 direct_reason=reason or None,
             )
             total.add(window, times)
+        for path, size in self.extra.items():
+            name = f"{path}_bytes"
+            setattr(total, name, getattr(total, name) + size)
         return total
 
 
-def summarize(tallies: Iterable[tuple[Mapping[WindowKind, int], int]]) -> WindowCounts:
+def summarize(tallies: Iterable[tuple[Tally, int]]) -> WindowCounts:
     """Return the figures of several tallies together, each with its bytes per token."""
     total = WindowCounts()
-    for kinds, token_bytes in tallies:
-        total.add(Tally(dict(kinds)).counts(token_bytes))
+    for tally, token_bytes in tallies:
+        total.add(tally.counts(token_bytes))
     return total
 
 
@@ -80,6 +123,7 @@ class StepRecord:
             (``stage``) or old bytes of draft slots (``cow``).
         commits: commits and restores whose duration is known since the record before.
         commit_seconds: their duration.
+        earlier: the pipeline stages before the last; None where there are none.
 
     """
 
@@ -91,3 +135,4 @@ class StepRecord:
     held_bytes: int
     commits: int
     commit_seconds: float
+    earlier: EarlierStages | None = None

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
 
+from nwor import ops
 from nwor.accounting import LayerShape
 from nwor.errors import WindowStateError
 from nwor.group import LayerGroupOps, Source
@@ -95,6 +96,7 @@ class WindowBatch:
         num_tokens: rows of the step's tensors that belong to them; the first ones.
         query_start_loc: int32 [num_requests + 1] on the device; the first row of each window.
         slots: by slot key, int64 [num_tokens]: the cache slot of each row, negative to skip.
+        early: likewise, for rows that are written as the layers run, before they attend; none where None.
 
     """
 
@@ -103,6 +105,7 @@ class WindowBatch:
     num_tokens: int
     query_start_loc: torch.Tensor
     slots: Mapping[int, torch.Tensor]
+    early: Mapping[int, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,28 @@ class CapturedSources:
 
     sources: Mapping[str, Source]
     tables: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class HeldBatch:
+    """A batch on its way to a commit, with all that the commit needs; kept alive by who holds it.
+
+    Attributes:
+        batch: the windows.
+        sources: keys and values by layer name; none in mode ``cow``.
+        tables: one layer table of the sources a group, in the order of the groups; none in mode ``cow``.
+        logs: one log of old bytes a group, in the order of the groups; none in mode ``stage``.
+
+    """
+
+    batch: WindowBatch
+    sources: Mapping[str, Source]
+    tables: tuple[torch.Tensor, ...]
+    logs: tuple[torch.Tensor, ...]
+
+    def with_slots(self, slots: Mapping[int, torch.Tensor]) -> HeldBatch:
+        """Return the same batch with other slots."""
+        return replace(self, batch=replace(self.batch, slots=slots))
 
 
 class _State(Enum):
@@ -184,7 +209,7 @@ class Window:
             ]
 
     def stage(self, name: str, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Take over the window's rows of one layer; nothing is written.
+        """Take over the window's rows of one layer; only rows with an early slot are written.
 
         Args:
             name: the layer.
@@ -200,6 +225,10 @@ class Window:
         if name in self._sources:
             raise WindowStateError(f"stage {name}: the layer was staged already in this step")
         self._sources[name] = (key, value)
+        assert self.batch is not None
+        if self.batch.early is not None:
+            group, layer = self._layers[name]
+            layer.direct_write(key, value, self.batch.early[group.slot_key])
 
     @property
     def group_ops(self) -> list[tuple[LayerGroup, LayerGroupOps]]:
@@ -242,32 +271,98 @@ class Window:
         self._sources = dict(captured.sources)
         self._tables = captured.tables
 
-    def commit(self, commit_counts: torch.Tensor) -> None:
+    def commit(self, rejected: torch.Tensor) -> None:
         """Finish the batch: write the accepted tokens (``stage``) or put rejected slots back (``cow``).
 
         Args:
-            commit_counts: int32 [num_requests] on the device: leading tokens of each window to keep, the
-                window's first token included.
+            rejected: int32 [at least num_requests] on the device: tokens at the end of each window that are
+                not kept.
 
         Raises:
             WindowStateError: if no batch is open, or a layer was never staged.
 
         """
         batch = self._require_open("commit")
-        if self._state is _State.OPEN and batch.mode is Mode.STAGE:
-            tables = self._tables or self._tables_of(self._sources)
-            for group, group_ops, table in zip(self.groups, self._ops, tables, strict=True):
-                slots = batch.slots[group.slot_key]
-                group_ops.commit(table, slots, batch.query_start_loc, commit_counts)
-        elif self._state is _State.OPEN:
-            for group, group_ops, log in zip(self.groups, self._ops, self._logs, strict=True):
-                group_ops.restore(log, batch.slots[group.slot_key], batch.query_start_loc, commit_counts)
+        if self._state is _State.OPEN:
+            self.finish(self._held(batch), rejected)
         self._close()
 
+    def release(self, *, copy: bool) -> HeldBatch:
+        """Take the open batch out, to be finished in a later step; the window is idle again.
+
+        What the next step's inputs overwrite (slots and rows of the windows) is copied.
+
+        Args:
+            copy: copy the staged keys and values aside too, where the next step overwrites them as it does
+                those that a CUDA graph makes.
+
+        Raises:
+            WindowStateError: if no batch is open, it fell back to direct writes, or a layer was never staged.
+
+        """
+        batch = self._require_open("release")
+        if self._state is _State.DIRECT:
+            raise WindowStateError("release: the batch was finished by direct writes")
+        if copy and batch.mode is Mode.STAGE:
+            # The graph's own tables name the memory that the copies are to replace.
+            self._sources, self._tables = self._copies(batch), ()
+        held = self._held(batch)
+        own = replace(
+            batch,
+            query_start_loc=batch.query_start_loc.clone(),
+            slots={key: slots.clone() for key, slots in batch.slots.items()},
+        )
+        self._close()
+        return replace(held, batch=own)
+
+    def finish(self, held: HeldBatch, rejected: torch.Tensor) -> None:
+        """Write the accepted tokens of a batch (``stage``) or put rejected slots back (``cow``).
+
+        Args:
+            held: the batch; rows with a negative slot are left alone.
+            rejected: as for :meth:`commit`.
+
+        """
+        batch = held.batch
+        if batch.mode is Mode.STAGE:
+            for group, group_ops, table in zip(self.groups, self._ops, held.tables, strict=True):
+                slots = batch.slots[group.slot_key]
+                group_ops.commit(table, slots, batch.query_start_loc, rejected)
+        else:
+            for group, group_ops, log in zip(self.groups, self._ops, held.logs, strict=True):
+                group_ops.restore(log, batch.slots[group.slot_key], batch.query_start_loc, rejected)
+
+    def write_all(self, held: HeldBatch) -> None:
+        """Write every row of a batch that has a slot, accepted or not, as stock code would have."""
+        self._write(held.sources, held.batch)
+
+    def _held(self, batch: WindowBatch) -> HeldBatch:
+        tables: tuple[torch.Tensor, ...] = ()
+        if batch.mode is Mode.STAGE:
+            tables = self._tables or self._tables_of(self._sources)
+        return HeldBatch(batch, dict(self._sources), tables, tuple(self._logs))
+
+    def _copies(self, batch: WindowBatch) -> dict[str, Source]:
+        self._require_all(self._sources)
+        rows = batch.query_start_loc[-1:].contiguous()
+        copies: dict[str, Source] = {}
+        for group in self.groups:
+            sources = [self._sources[layer.name] for layer in group.layers]
+            aside = [tuple(torch.empty_like(side[: batch.num_tokens]) for side in pair) for pair in sources]
+            ops.stage_window(
+                [key for key, _ in sources],
+                [value for _, value in sources],
+                [pair[0] for pair in aside],
+                [pair[1] for pair in aside],
+                rows,
+                validate=False,
+            )
+            for layer, (key, value) in zip(group.layers, aside, strict=True):
+                copies[layer.name] = (key, value)
+        return copies
+
     def _tables_of(self, sources: Mapping[str, Source]) -> tuple[torch.Tensor, ...]:
-        missing = sorted(self.layer_names - sources.keys())
-        if missing:
-            raise WindowStateError(f"{len(missing)} layers were not staged, the first is {missing[0]}")
+        self._require_all(sources)
         return tuple(
             group_ops.source_table([sources[layer.name] for layer in group.layers])
             for group, group_ops in zip(self.groups, self._ops, strict=True)
@@ -288,6 +383,9 @@ class Window:
             return
         self._state = _State.DIRECT
         sources, self._sources = self._sources, {}
+        self._write(sources, batch)
+
+    def _write(self, sources: Mapping[str, Source], batch: WindowBatch) -> None:
         for name, (key, value) in sources.items():
             group, layer = self._layers[name]
             rows = batch.num_tokens  # a captured graph's rows are as many as its batch size
@@ -296,6 +394,11 @@ class Window:
     def abort(self) -> None:
         """Drop the batch, if one is open, without any write."""
         self._close()
+
+    def _require_all(self, sources: Mapping[str, Source]) -> None:
+        missing = sorted(self.layer_names - sources.keys())
+        if missing:
+            raise WindowStateError(f"{len(missing)} layers were not staged, the first is {missing[0]}")
 
     def _require_open(self, what: str) -> WindowBatch:
         if self.batch is None:

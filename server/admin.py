@@ -117,7 +117,9 @@ class Admin:
             return {"enabled": False, "detail": _absent()}
         ranks = await self._call("nwor_report")
         ranks.sort(key=lambda rank: rank["rank"])
-        counts, changes = ranks[0]["counts"], ranks[0]["changes"]
+        # With pipeline stages only the last one learns every window's outcome on the host.
+        counting = next(rank for rank in ranks if rank["last_stage"])
+        counts, changes = counting["counts"], ranks[0]["changes"]
         for rank in ranks:
             del rank["counts"], rank["changes"]
         verdicts = {json.dumps([rank["mode"], rank["fault"], rank["unsupported"]]) for rank in ranks}

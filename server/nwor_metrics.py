@@ -23,7 +23,7 @@ def describe(sequences: Iterable[Any]) -> dict[str, Any] | None:
     known = [figures for figures in sequences if isinstance(figures, RequestFigures)]
     if not known:
         return None
-    counts = summarize((figures.nwor, figures.nwor_token_bytes) for figures in known)
+    counts = summarize((figures.tally, figures.nwor_token_bytes) for figures in known)
     positions = max(figures.num_spec_tokens for figures in known)
     by_position = counts.accepted_by_position
     return {

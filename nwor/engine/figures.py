@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 
-from nwor.tally import WindowKind
+from nwor.tally import Tally, WindowKind
 
 #: What is compared: a step's accepted tokens with vLLM's count of that step, a finished request's with vLLM's
 #: count of that request, and the windows that arrived with those that the rank counted.
@@ -26,11 +26,18 @@ class RequestFigures(RequestSpecDecodeMetrics):
     Attributes:
         nwor: windows by kind.
         nwor_token_bytes: bytes of one token over the staged layers of all ranks.
+        nwor_extra: bytes by path that were written beyond the figures of the kinds.
 
     """
 
     nwor: dict[WindowKind, int] = field(default_factory=dict)
     nwor_token_bytes: int = 0
+    nwor_extra: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tally(self) -> Tally:
+        """The windows as they are counted elsewhere."""
+        return Tally(self.nwor, self.nwor_extra)
 
 
 @dataclass
@@ -39,6 +46,7 @@ class EngineFigures:
 
     Attributes:
         kinds: windows by kind.
+        extra: bytes by path that were written beyond the figures of the kinds.
         token_bytes: bytes of one token over the staged layers of all ranks.
         mode: the mode in force.
         switches: mode changes since the engine started.
@@ -53,6 +61,7 @@ class EngineFigures:
     """
 
     kinds: dict[WindowKind, int] = field(default_factory=dict)
+    extra: dict[str, int] = field(default_factory=dict)
     token_bytes: int = 0
     mode: str = ""
     switches: int = 0
@@ -81,6 +90,7 @@ def snapshot(figures: RequestSpecDecodeMetrics) -> RequestSpecDecodeMetrics:
     }
     if isinstance(figures, RequestFigures):
         changes["nwor"] = dict(figures.nwor)
+        changes["nwor_extra"] = dict(figures.nwor_extra)
     return replace(figures, **changes)
 
 

@@ -144,7 +144,9 @@ class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
         window = self.nwor.window
         if window is None or not window.staging:
             return super().run_fullgraph(desc)
-        if desc not in self.stage_graphs:
+        assert window.batch is not None
+        # The graphs of `stage` write nothing, so they leave nothing for others of the same step to read.
+        if desc not in self.stage_graphs or window.batch.early is not None:
             self.nwor.go_direct("graph")
             return super().run_fullgraph(desc)
         window.adopt(self.stage_sources[desc])

@@ -97,7 +97,7 @@ class NworStatLogger(AggregateStatLoggerBase):
             return
         labels = (self._model, str(engine_idx))
         if new.kinds:
-            self._count(Tally(new.kinds).counts(new.token_bytes), labels)
+            self._count(Tally(new.kinds, new.extra).counts(new.token_bytes), labels)
             self._child(self._held, *labels).set(new.held_bytes)
         for end in _ENDS:
             if windows := getattr(new, f"{end}_windows"):

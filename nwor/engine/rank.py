@@ -6,7 +6,8 @@ The model runners call it; it knows nothing of their internals beyond what they 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,50 +17,19 @@ from nwor.accounting import bytes_per_token
 from nwor.config import MAX_WINDOW, NworConfig
 from nwor.engine.binding import AttentionParameters, LayerBinding
 from nwor.engine.commit_timer import CommitTimer
+from nwor.engine.cut_short import CutShort
+from nwor.engine.deferral import Deferral, RejectedCounts
+from nwor.engine.plan import StepPlan, draft_rows, leading, leading_windows, only, windows_of
+from nwor.engine.stages import Stages
 from nwor.engine.support import REASONS, Unsupported, check_engine, check_impl
 from nwor.modes import Mode
 from nwor.self_check import SelfCheck
 from nwor.state import RankState
-from nwor.tally import StepRecord, WindowKind
+from nwor.tally import StepRecord
 from nwor.window import StagedLayer, Window, WindowBatch, group_layers
 
 #: Returns K and V views of a layer's cache, or raises Unsupported.
 CacheViews = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """How the requests of one step are treated.
-
-    Attributes:
-        mode: the mode in force.
-        request_ids: the step's requests in batch order.
-        draft_counts: draft tokens of each request.
-        num_requests: leading requests that form the window batch; 0 where all is direct.
-        num_tokens: rows of those requests.
-        direct_reason: why windows outside the batch are written directly.
-        faulty: whether the batch was written directly after an error.
-
-    """
-
-    mode: Mode
-    request_ids: Sequence[str]
-    draft_counts: Sequence[int]
-    num_requests: int
-    num_tokens: int
-    direct_reason: str | None
-    faulty: bool = False
-
-
-def leading_windows(query_lens: Sequence[int], longest: int) -> tuple[int, int]:
-    """Return how many leading requests are at most ``longest`` rows long, and their rows in all."""
-    requests = tokens = 0
-    for rows in query_lens:
-        if rows > longest:
-            break
-        requests += 1
-        tokens += rows
-    return requests, tokens
 
 
 class Rank:
@@ -68,6 +38,7 @@ class Rank:
     Attributes:
         state: mode, counters, faults.
         window: owner of the window batches; None where nothing can be staged.
+        deferral: the windows that wait for their counts; None on ranks of the last pipeline stage.
 
     """
 
@@ -78,6 +49,8 @@ class Rank:
         self.window: Window | None = None
         self.plan: StepPlan | None = None
         self.timer = CommitTimer(device)
+        self.deferral: Deferral | None = None
+        self._cut_short = CutShort(self.state)
         self._check: SelfCheck | None = None
         speculative = vllm_config.speculative_config
         self.longest_window = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
@@ -88,6 +61,7 @@ class Rank:
         slot_keys: Mapping[str, int],
         cache_views: CacheViews,
         backend: type,
+        stages: Stages | None = None,
     ) -> None:
         """Attach the target's attention layers to this rank's window, once the cache is allocated.
 
@@ -96,16 +70,41 @@ class Rank:
             slot_keys: which slot mapping (KV-cache group) each layer uses.
             cache_views: how to see a layer's cache as strided K and V.
             backend: the implementation class that takes part.
+            stages: the pipeline stages, all of which call this; None where there are none.
 
         """
+        stages = stages or Stages()
+        self.state.last_stage = stages.last
+        verdict: tuple[str, str] | None = None
+        bindings: list[tuple[Any, LayerBinding]] = []
         try:
             check_engine(self.vllm_config, MAX_WINDOW)
             bindings = self._bindings(target_layers, slot_keys, cache_views, backend)
-        except Unsupported as verdict:
-            self.refuse(verdict.reason, str(verdict))
+        except Unsupported as found:
+            verdict = (found.reason, str(found))
+        # A window is staged on all stages or on none: its figures cover them all.
+        verdict = self._agree(stages, verdict)
+        if verdict is not None:
+            self.state.token_bytes = self.state.source_token_bytes = 0
+            self.state.other_token_bytes = self.state.other_source_bytes = 0
+            self.refuse(*verdict)
             return
+        if not stages.last:
+            assert self.window is not None
+            self.deferral = Deferral(self.window, self.state, stages.count)
         for layer, binding in bindings:
             layer.impl.nwor = binding
+
+    def _agree(self, stages: Stages, verdict: tuple[str, str] | None) -> tuple[str, str] | None:
+        """Exchange verdicts and sizes with the other stages and return the first verdict there is."""
+        state = self.state
+        said = stages.gather((verdict, state.token_bytes, state.source_token_bytes))
+        state.other_token_bytes = sum(size for _, size, _ in said) - state.token_bytes
+        state.other_source_bytes = sum(size for _, _, size in said) - state.source_token_bytes
+        # A graph makes its keys and values in the same memory each time that it is replayed.
+        if stages.count > 1 and self.device.type == "cuda":
+            state.stages_copy = self.vllm_config.compilation_config.cudagraph_mode.name != "NONE"
+        return next((found for found, _, _ in said if found is not None), None)
 
     def refuse(self, reason: str, detail: str = "") -> None:
         """Note that nothing can be staged in this engine, and why."""
@@ -211,9 +210,19 @@ class Rank:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def plan_step(
-        self, request_ids: Sequence[str], query_lens: Sequence[int], draft_counts: Sequence[int]
+        self,
+        request_ids: Sequence[str],
+        query_lens: Sequence[int],
+        draft_counts: Sequence[int],
+        early: bool = False,
     ) -> StepPlan | None:
         """Decide, from the scheduler's own record of draft tokens, what this step does.
+
+        Args:
+            request_ids: the step's requests in batch order.
+            query_lens: rows of each.
+            draft_counts: draft tokens of each; its last rows.
+            early: whether a request of the step may read what others of it write.
 
         Returns:
             The plan, or None where the step verifies nothing.
@@ -233,7 +242,31 @@ class Rank:
                 if any(draft_counts[requests:]):
                     reason = "batch_order"
                     self.state.log_once(reason, REASONS[reason].text)
-        return StepPlan(mode, list(request_ids), list(draft_counts), requests, tokens, reason)
+        return StepPlan(
+            mode,
+            list(request_ids),
+            list(draft_counts),
+            requests,
+            tokens,
+            reason,
+            query_lens=list(query_lens[:requests]),
+            early=early and mode is Mode.STAGE,
+            step=self._cut_short.step,
+        )
+
+    def next_step(self, in_flight: int, freed: AbstractSet[str]) -> None:
+        """Take in what the scheduler says of a step, before anything of the step is launched.
+
+        With pipeline stages every step has to be announced so, whether or not it verifies.
+
+        Args:
+            in_flight: steps right before this one whose results the scheduler had not heard of.
+            freed: requests whose blocks may have other owners from this step on.
+
+        """
+        self._cut_short.next_step(in_flight, freed)
+        if self.deferral is not None:
+            self.deferral.next_step(in_flight, freed)
 
     def begin(
         self, plan: StepPlan | None, query_start_loc: torch.Tensor, slots: Mapping[int, torch.Tensor]
@@ -254,10 +287,13 @@ class Rank:
             mode=plan.mode,
             num_requests=plan.num_requests,
             num_tokens=plan.num_tokens,
-            query_start_loc=query_start_loc[: plan.num_requests + 1],
-            slots={key: value[: plan.num_tokens] for key, value in slots.items()},
+            query_start_loc=leading(query_start_loc, plan.num_requests + 1),
+            slots={key: leading(value, plan.num_tokens) for key, value in slots.items()},
         )
         try:
+            if plan.early:
+                drafts = draft_rows(plan, self.device)
+                batch = replace(batch, slots=only(drafts, batch.slots), early=only(~drafts, batch.slots))
             self.window.begin(batch)
             interval = self.state.config.self_check_interval
             if interval and self.state.steps % interval == 0:
@@ -290,15 +326,14 @@ class Rank:
         self.plan = None
         if plan is None or window is None or window.batch is None:
             return plan
-        starts = window.batch.query_start_loc
-        commit_counts = starts[1:] - starts[:-1] - rejected[: window.batch.num_requests].to(torch.int32)
+        rejected = rejected.to(torch.int32)
         if window.finished_direct and plan.num_requests:
             plan = replace(plan, faulty=True)
         check, self._check = self._check, None
         sources = dict(window.sources) if check is not None else {}
         try:
             with self.timer:
-                window.commit(commit_counts)
+                window.commit(rejected)
         except Exception as error:
             self.state.fail("commit", error)
             window.finish_direct()
@@ -307,12 +342,41 @@ class Rank:
         if check is not None and plan.num_requests and not plan.faulty:
             try:
                 self.state.self_checks += 1
-                broken = check.violations(sources, commit_counts)
+                broken = check.violations(sources, rejected)
                 if broken:
                     raise RuntimeError(f"{broken} slots are not what they must be")
             except Exception as error:
                 self.state.fail("self-check", error)
         return plan
+
+    def defer(self) -> None:
+        """Hold the open batch back until its counts come, on a stage that does not sample."""
+        plan, window = self.plan, self.window
+        self.plan = None
+        check, self._check = self._check, None
+        if plan is None or window is None or window.batch is None:
+            return
+        assert self.deferral is not None
+        try:
+            if not window.finished_direct:
+                self.deferral.hold(plan, check, copy=self.state.stages_copy)
+        except Exception as error:
+            self.state.fail("defer", error)
+            if window.batch is not None:
+                window.finish_direct()
+        finally:
+            window.abort()
+
+    def expect(self, rejected: RejectedCounts | None) -> None:
+        """Note how to come by the counts of the step that :meth:`defer` has just held back.
+
+        Args:
+            rejected: returns int32 [at least num_requests] on the device: draft tokens rejected in each
+                window. None where no counts will come.
+
+        """
+        if self.deferral is not None:
+            self.deferral.expect(rejected)
 
     def account(self, plan: StepPlan | None, accepted: Sequence[int]) -> StepRecord | None:
         """Count the windows of a finished step.
@@ -327,15 +391,10 @@ class Rank:
         """
         if plan is None:
             return None
-        state, mode = self.state, plan.mode.value
-        inside = "fault" if plan.faulty else ""
-        windows: dict[str, WindowKind] = {}
-        for index, (request, drafts) in enumerate(zip(plan.request_ids, plan.draft_counts, strict=True)):
-            if drafts == 0:
-                continue
-            reason = inside if index < plan.num_requests else plan.direct_reason or ""
-            windows[request] = (mode, reason, drafts, accepted[index])
-        state.count(windows.values())
+        state = self.state
+        windows, kinds = windows_of(plan, accepted)
+        state.count(kinds)
+        self._cut_short.count(plan.step, windows)
         commits, commit_seconds = self.timer.drain()
         return StepRecord(
             windows=windows,
@@ -346,12 +405,13 @@ class Rank:
             held_bytes=self._held_bytes(plan),
             commits=commits,
             commit_seconds=commit_seconds,
+            earlier=state.earlier,
         )
 
     def _held_bytes(self, plan: StepPlan) -> int:
         state = self.state
         if plan.mode is Mode.STAGE:
-            return plan.num_tokens * state.source_token_bytes * state.ranks
+            return plan.num_tokens * state.engine_source_bytes
         if plan.mode is Mode.COW:
             return (plan.num_tokens - plan.num_requests) * state.engine_token_bytes
         return 0

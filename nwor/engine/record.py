@@ -1,4 +1,7 @@
-"""The way home of a step's record: an attribute of the step's output, from the worker to the scheduler."""
+"""What rides on a step's own messages: to the workers what the scheduler knows, and home the step's record.
+
+Both are attributes of dataclasses of vLLM, and survive pickling.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ from typing import Any
 
 from nwor.tally import StepRecord
 
-#: Name of the attribute on vLLM's ``ModelRunnerOutput``, a dataclass; it survives pickling.
+#: Name of the attribute on vLLM's ``ModelRunnerOutput``.
 ATTRIBUTE = "nwor"
+
+#: Name of the attribute on vLLM's ``SchedulerOutput``.
+IN_FLIGHT = "nwor_in_flight"
 
 
 def attach(output: Any, record: StepRecord | None) -> Any:
@@ -29,3 +35,18 @@ def attach(output: Any, record: StepRecord | None) -> Any:
 def record_of(output: Any) -> StepRecord | None:
     """Return the record that travels with a step's output, if there is one."""
     return getattr(output, ATTRIBUTE, None)
+
+
+def announce(scheduler_output: Any, in_flight: int) -> None:
+    """Let the workers know how many steps right before this one the scheduler has not heard of."""
+    setattr(scheduler_output, IN_FLIGHT, in_flight)
+
+
+def in_flight_of(scheduler_output: Any) -> int:
+    """Return what :func:`announce` noted.
+
+    0 where another scheduler made the step. Every window is then committed before the next step, for which
+    pipeline stages have to wait for each other; the cache is right either way.
+    """
+    found: int = getattr(scheduler_output, IN_FLIGHT, 0)
+    return found

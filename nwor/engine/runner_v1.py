@@ -9,6 +9,7 @@ from vllm.forward_context import get_forward_context
 
 from nwor.config import NworConfig
 from nwor.engine.layers import slot_keys, target_layers
+from nwor.engine.plan import takes_over_blocks
 from nwor.engine.rank import CacheViews, Rank
 from nwor.engine.record import attach
 from nwor.tally import StepRecord
@@ -70,7 +71,8 @@ class NworRunnerV1(Base):
         query_lens = [scheduled.num_scheduled_tokens[request] for request in request_ids]
         drafts = scheduled.scheduled_spec_decode_tokens
         draft_counts = [len(drafts.get(request, ())) for request in request_ids]
-        plan = self.nwor.plan_step(request_ids, query_lens, draft_counts)
+        early = takes_over_blocks(scheduled)
+        plan = self.nwor.plan_step(request_ids, query_lens, draft_counts, early)
         slots: dict[int, torch.Tensor] = {}
         if plan is not None and plan.num_requests:
             by_layer = get_forward_context().slot_mapping

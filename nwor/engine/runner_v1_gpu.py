@@ -8,7 +8,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from nwor.config import NworConfig
-from nwor.engine.rank import Rank, StepPlan
+from nwor.engine.plan import StepPlan
+from nwor.engine.rank import Rank
 from nwor.engine.record import attach
 
 

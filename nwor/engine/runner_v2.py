@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
 from nwor.config import NworConfig
+from nwor.engine.freed import freed_by
 from nwor.engine.layers import slot_keys, target_layers
-from nwor.engine.rank import CacheViews, Rank, StepPlan
-from nwor.engine.record import attach
+from nwor.engine.plan import StepPlan, takes_over_blocks
+from nwor.engine.rank import CacheViews, Rank
+from nwor.engine.record import attach, in_flight_of
+from nwor.engine.stages import Stages
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
@@ -24,11 +28,13 @@ class NworRunnerV2(Base):
 
     The window batch is opened once a step's inputs are on the device. The batch is sorted with verifying
     requests first, so the windows are its leading part. The commit is launched after the sampled tokens' copy
-    to the host has started and before the drafter runs.
+    to the host has started and before the drafter runs. A pipeline stage that does not sample holds its
+    windows back until vLLM's own record of the step's counts has come (``PPHandler``).
     """
 
     nwor: Rank
     _nwor_finished: StepPlan | None = None
+    _nwor_early: bool = False
 
     #: Set by subclasses: the attention implementation that takes part, and how its cache looks.
     nwor_impl: type
@@ -43,7 +49,17 @@ class NworRunnerV2(Base):
         if is_profiling:
             return
         keys = slot_keys(self.kv_cache_config)
-        self.nwor.bind(target_layers(self), keys, self.nwor_cache_views, self.nwor_impl)
+        self.nwor.bind(target_layers(self), keys, self.nwor_cache_views, self.nwor_impl, Stages.current())
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        """Commit what this step has to find in the cache, then free the requests that have ended.
+
+        Called at the start of every step, before requests are added and anything is launched.
+        """
+        if self.use_pp:
+            self.nwor.next_step(in_flight_of(scheduler_output), freed_by(scheduler_output))
+        self._nwor_early = takes_over_blocks(scheduler_output)
+        super().finish_requests(scheduler_output)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; a window batch left open by an exception is dropped without a write."""
@@ -60,7 +76,10 @@ class NworRunnerV2(Base):
         plan = None
         if drafts is not None:
             plan = self.nwor.plan_step(
-                input_batch.req_ids, input_batch.num_scheduled_tokens.tolist(), drafts.tolist()
+                input_batch.req_ids,
+                input_batch.num_scheduled_tokens.tolist(),
+                drafts.tolist(),
+                self._nwor_early,
             )
         slots = dict(enumerate(slot_mappings)) if plan is not None and plan.num_requests else {}
         self.nwor.begin(plan, input_batch.query_start_loc, slots)
@@ -81,14 +100,34 @@ class NworRunnerV2(Base):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, commit and draft; the counts are read when the output's own copy has arrived."""
         try:
+            if not self.is_last_pp_rank:
+                self.nwor.defer()
             output = super().sample_tokens(grammar_output)
         except BaseException:
             self.nwor.drop()
             raise
+        if not self.is_last_pp_rank:
+            self._nwor_expect_counts()
+            return output
         plan, self._nwor_finished = self._nwor_finished, None
         if plan is not None and output is not None:
             self._nwor_account_on_arrival(output, plan)
         return output
+
+    def _nwor_expect_counts(self) -> None:
+        handler = self.pp_handler
+        assert handler is not None
+        # What this step's call has just put there; None where no request of the step needs its outcome.
+        entry = handler.queue[-1]
+        if entry is None:
+            self.nwor.expect(None)
+            return
+
+        def rejected() -> torch.Tensor:
+            handler.main_stream.wait_event(entry.event)
+            return entry.num_rejected
+
+        self.nwor.expect(rejected)
 
     def _nwor_account_on_arrival(self, output: AsyncOutput, plan: StepPlan) -> None:
         get_output = output.get_output
@@ -97,8 +136,8 @@ class NworRunnerV2(Base):
             # Else the output would refer to itself, and its tensors would wait for the garbage collector.
             del output.get_output  # type: ignore[misc]
             result = get_output()
-            sampled = output.num_sampled_tokens_np.tolist()
-            record = self.nwor.account(plan, [max(count - 1, 0) for count in sampled])
+            accepted = numpy.maximum(output.num_sampled_tokens_np, 1) - 1
+            record = self.nwor.account(plan, accepted.tolist())
             return attach(result, record)
 
         output.get_output = counted  # type: ignore[method-assign]

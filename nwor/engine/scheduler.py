@@ -17,8 +17,9 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
 from nwor.engine.figures import EngineFigures, EngineStats, RequestFigures
-from nwor.engine.record import record_of
-from nwor.tally import StepRecord, Tally
+from nwor.engine.freed import FreedRequests, freed_by
+from nwor.engine.record import announce, record_of
+from nwor.tally import StepRecord, Tally, add_bytes
 
 logger = logging.getLogger("vllm.nwor.scheduler")
 
@@ -33,6 +34,19 @@ class NworScheduling(Scheduler):
         self._nwor_windows = 0
         self._nwor_accepted: int | None = None
         self._nwor_logged: set[str] = set()
+        # Steps are numbered from 1, in the order in which they are made and their results come.
+        self._nwor_made = 0
+        self._nwor_heard_of = 0
+        self._nwor_freed = FreedRequests()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the next step, and let the workers know which ones are under way."""
+        output = super().schedule(*args, **kwargs)
+        in_flight = self._nwor_made - self._nwor_heard_of
+        self._nwor_made += 1
+        announce(output, in_flight)
+        self._nwor_freed.note(self._nwor_made, in_flight, freed_by(output))
+        return output
 
     def add_request(self, request: Request) -> None:
         """Take in a request, its figures with room for the windows."""
@@ -44,6 +58,7 @@ class NworScheduling(Scheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take in one step's results and return the outputs for each front end, as vLLM does."""
         record = record_of(model_runner_output)
+        self._nwor_heard_of += 1
         # None: nothing to compare. make_stats, which vLLM calls at the end of the step, does it.
         self._nwor_accepted = 0
         if record is not None:
@@ -63,6 +78,12 @@ class NworScheduling(Scheduler):
         new.commit_seconds += record.commit_seconds
         for request_id, kind in record.windows.items():
             new.kinds[kind] = new.kinds.get(kind, 0) + 1
+            extra: dict[str, int] = {}
+            if record.earlier is not None:
+                add_bytes(extra, record.earlier.copies(kind))
+                if self._nwor_freed.since(self._nwor_heard_of, request_id):
+                    add_bytes(extra, record.earlier.missing(kind))
+                add_bytes(new.extra, extra)
             request = self.requests.get(request_id)
             if request is None or request.is_finished():
                 new.late_windows += 1
@@ -74,7 +95,9 @@ class NworScheduling(Scheduler):
                 if isinstance(figures, RequestFigures):
                     # Shared: the figures of the request's last output are then complete.
                     figures.nwor, figures.nwor_token_bytes = tally.kinds, record.token_bytes
+                    figures.nwor_extra = tally.extra
             tally.add(kind)
+            add_bytes(tally.extra, extra)
         self._nwor_windows += len(record.windows)
         if self._nwor_windows != record.all_windows:
             self._nwor_mismatch(

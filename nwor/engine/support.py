@@ -27,7 +27,9 @@ REASONS: dict[str, Reason] = {
     "state_space": Reason("start", "Mamba and other recurrent layers advance a state"),
     "encoder_decoder": Reason("start", "cross-attention layers read an encoder's cache"),
     "context_parallel": Reason("start", "a request's cache is spread over ranks"),
-    "pipeline_parallel": Reason("start", "the other stages do not yet learn the last one's counts in time"),
+    "pipeline_parallel": Reason(
+        "start", "on model runner V1 the stages before the last never learn its counts"
+    ),
     "micro_batching": Reason("start", "two half batches run at once (dual-batch overlap)"),
     "kv_connector": Reason("start", "a KV connector saves the cache layer by layer inside the forward pass"),
     "kv_sharing": Reason("start", "layers read another layer's cache"),
@@ -78,7 +80,7 @@ def check_engine(vllm_config: Any, max_window: int) -> None:
     if vllm_config.kv_transfer_config is not None:
         raise Unsupported("kv_connector")
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
+    if parallel.pipeline_parallel_size > 1 and not vllm_config.use_v2_model_runner:
         raise Unsupported("pipeline_parallel")
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise Unsupported("context_parallel")

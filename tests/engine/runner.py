@@ -3,16 +3,23 @@
 Import this before vLLM. Runner V2 is written in Triton, and vLLM takes it on a CPU where Triton has a backend
 for CPUs, which is a build of its own. Here Triton's interpreter stands in for that: it runs the same kernels
 over the same tensors, a program at a time. Only ``is_active`` of the backend is ever asked.
+
+Run as a program, this is pytest. Processes that vLLM starts import the program of their parent again, so they
+run V2 too: ``NWOR_TEST_RUNNER=v2 python -m tests.engine.runner tests/engine/test_pipeline_parallel.py``.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 VARIABLE = "NWOR_TEST_RUNNER"
 V2 = os.environ.get(VARIABLE) == "v2"
+_NAME = "tests.engine.runner"
+#: Whether processes that vLLM starts run V2 too.
+INHERITED = V2 and getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == _NAME
 
 
 class _ActiveDriver:
@@ -63,3 +70,8 @@ def schedule_asynchronously() -> None:
 
 if V2:
     _interpret_triton()
+
+if __name__ == "__main__":
+    import pytest
+
+    sys.exit(pytest.main())

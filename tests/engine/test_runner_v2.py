@@ -1,6 +1,6 @@
 """The engine tests once more, on vLLM's model runner V2, which a process chooses before it imports vLLM.
 
-By hand: ``NWOR_TEST_RUNNER=v2 python -m pytest tests/engine/test_exactness_cpu.py``.
+By hand: ``NWOR_TEST_RUNNER=v2 python -m tests.engine.runner tests/engine/test_exactness_cpu.py``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,22 @@ from tests.server_process import ROOT
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(V2, reason="runs only beside V1")]
 
 
-@pytest.mark.parametrize("file", ["test_exactness_cpu.py", "test_features_cpu.py"])
+@pytest.mark.parametrize(
+    "file", ["test_exactness_cpu.py", "test_features_cpu.py", "test_pipeline_parallel.py"]
+)
 def test_on_model_runner_v2(file: str) -> None:
     pytest.importorskip("triton")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/engine/{file}"],
+        [
+            sys.executable,
+            "-m",
+            "tests.engine.runner",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            f"tests/engine/{file}",
+        ],
         env={**os.environ, VARIABLE: "v2"},
         cwd=ROOT,
         capture_output=True,

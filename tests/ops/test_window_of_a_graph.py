@@ -66,12 +66,12 @@ def test_the_self_check_reads_the_steps_rows(spoil: bool) -> None:
     sources = _begin(window)
     window.adopt(window.captured(sources))
     check = SelfCheck(window)
-    counts = torch.tensor([2, 2], dtype=torch.int32)
+    rejected = torch.tensor([1, 0], dtype=torch.int32)
     held = dict(window.sources)
-    window.commit(counts)
+    window.commit(rejected)
     if spoil:  # the second token of the first window, which was accepted
         caches[1][1, 1, 1, 3] += 1
-    assert check.violations(held, counts) == int(spoil)
+    assert check.violations(held, rejected) == int(spoil)
 
 
 def test_finishing_directly_writes_the_steps_rows() -> None:

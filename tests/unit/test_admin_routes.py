@@ -188,7 +188,7 @@ def test_report_shows_ranks_that_disagree() -> None:
 def test_reset_starts_the_counters_anew() -> None:
     engine = Engine(SETTINGS)
     for state in engine.ranks:
-        state.count([("stage", "", 4, 2)])
+        state.count({("stage", "", 4, 2): 1})
     assert call(engine, "GET").json()["counters"]["windows"] == 1
     assert call(engine, "POST", "/admin/nwor/reset-stats").json() == {"reset": True, "ranks": 2}
     assert call(engine, "GET").json()["counters"]["windows"] == 0

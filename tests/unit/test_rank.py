@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nwor.config import NworConfig
-from nwor.engine.rank import Rank, leading_windows
+from nwor.engine.plan import leading_windows
+from nwor.engine.rank import Rank
 from nwor.modes import Mode
 
 

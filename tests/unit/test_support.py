@@ -26,7 +26,11 @@ def _config(**changes):
         "use_ubatching": False,
     }
     model = {"use_mla": False, "is_encoder_decoder": False}
-    top = {"kv_transfer_config": None, "speculative_config": SimpleNamespace(num_speculative_tokens=4)}
+    top = {
+        "kv_transfer_config": None,
+        "speculative_config": SimpleNamespace(num_speculative_tokens=4),
+        "use_v2_model_runner": False,
+    }
     for part in (parallel, model, top):
         part.update({key: value for key, value in changes.items() if key in part})
     return SimpleNamespace(
@@ -36,6 +40,10 @@ def _config(**changes):
 
 def test_plain_engine_passes():
     check_engine(_config(), 64)
+
+
+def test_pipeline_stages_pass_on_model_runner_v2():
+    check_engine(_config(pipeline_parallel_size=2, use_v2_model_runner=True), 64)
 
 
 @pytest.mark.parametrize(
