@@ -88,6 +88,10 @@ def _run(llm: Any, mode: str, batch: int = PROMPTS) -> tuple[list[tuple[int, ...
             logprobs.append(
                 [{token: entry.logprob for token, entry in step.items()} for step in choice.logprobs]
             )
+    # The step that was scheduled ahead is counted in the mode that it ran in.
+    core = llm.llm_engine.engine_core.engine_core
+    while core.batch_queue or core.scheduler.has_requests():
+        llm.llm_engine.step()
     return tokens, logprobs
 
 
