@@ -107,7 +107,8 @@ class NworRunnerV2(Base):
             self.nwor.drop()
             raise
         if not self.is_last_pp_rank:
-            self._nwor_expect_counts()
+            if self.nwor.deferral is not None:
+                self._nwor_expect_counts()
             return output
         plan, self._nwor_finished = self._nwor_finished, None
         if plan is not None and output is not None:

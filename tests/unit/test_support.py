@@ -30,6 +30,7 @@ def _config(**changes):
         "kv_transfer_config": None,
         "speculative_config": SimpleNamespace(num_speculative_tokens=4),
         "use_v2_model_runner": False,
+        "device_config": SimpleNamespace(device_type="cpu"),
     }
     for part in (parallel, model, top):
         part.update({key: value for key, value in changes.items() if key in part})
@@ -55,6 +56,14 @@ def test_pipeline_stages_pass_on_model_runner_v2():
         ({"is_encoder_decoder": True}, "encoder_decoder"),
         ({"kv_transfer_config": object()}, "kv_connector"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel"),
+        (
+            {
+                "pipeline_parallel_size": 2,
+                "use_v2_model_runner": True,
+                "device_config": SimpleNamespace(device_type="cuda"),
+            },
+            "pipeline_parallel",
+        ),
         ({"decode_context_parallel_size": 2}, "context_parallel"),
         ({"prefill_context_parallel_size": 2}, "context_parallel"),
         ({"use_ubatching": True}, "micro_batching"),
