@@ -276,7 +276,7 @@ class StageProbe:
 
         def note(*args: Any) -> None:
             slots, starts = args[-3:-1] if path == "restore" else (args[0], args[1])
-            counts = args[-1]
+            rejected = args[-1]  # not there where old bytes are logged
             if path == "commit":
                 slots, starts = args[1], args[2]
             moved = 0
@@ -288,9 +288,9 @@ class StageProbe:
                     continue
                 rows = slots[int(starts[index]) : int(starts[index + 1])]
                 if path == "commit":
-                    rows = rows[: int(counts[index])]
+                    rows = rows[: len(rows) - int(rejected[index])]
                 elif path == "restore":
-                    rows = rows[max(int(counts[index]), 1) :]
+                    rows = rows[max(len(rows) - int(rejected[index]), 1) :]
                 else:
                     rows = rows[1:]
                 moved += int((rows >= 0).sum())
