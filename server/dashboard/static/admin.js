@@ -77,12 +77,13 @@ export class Admin {
       const { old, new: now, step, ranks } = await ask("PUT", this.#key, { mode });
       this.#mode = now;
       const where = `on ${ranks} rank${ranks === 1 ? "" : "s"}`;
+      this.#report = await ask("GET", this.#key);
+      // Last, so that the page never says what it does not show yet.
       this.#say(
         old === now
           ? `${now} was in force already, ${where}.`
           : `${old} → ${now} at verify step ${step}, ${where}.`,
       );
-      this.#report = await ask("GET", this.#key);
       this.onSwitched();
     });
     this.buttons.find((button) => button.dataset.mode === mode)?.focus();
