@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from nwor.group import LayerGroupOps, Source
+from nwor.state import RankState
 from nwor.window import Window, WindowBatch
 
 
@@ -37,6 +38,23 @@ class SelfCheck:
     def follow(self, batch: WindowBatch) -> None:
         """Go on with another record of the same batch; rows without a slot there are not checked."""
         self._batch = batch
+
+    def report(self, state: RankState, sources: Mapping[str, Source], rejected: torch.Tensor) -> None:
+        """Count the check, and turn NWOR off if an invariant is broken or the check itself fails.
+
+        Args:
+            state: the rank's state.
+            sources: as for :meth:`violations`.
+            rejected: likewise.
+
+        """
+        state.self_checks += 1
+        try:
+            broken = self.violations(sources, rejected)
+            if broken:
+                raise RuntimeError(f"{broken} slots are not what they must be")
+        except Exception as error:
+            state.fail("self-check", error)
 
     def violations(self, sources: Mapping[str, Source], rejected: torch.Tensor) -> int:
         """Return how many (layer, token) pairs break an invariant; 0 is right. Waits for the device.

@@ -156,11 +156,8 @@ class Deferral:
             self._fail(entry, error)
             return
         if entry.check is not None:
-            self._state.self_checks += 1
             entry.check.follow(held.batch)
-            broken = entry.check.violations(held.sources, rejected)
-            if broken:
-                self._state.fail("self-check", RuntimeError(f"{broken} slots are not what they must be"))
+            entry.check.report(self._state, held.sources, rejected)
 
     def _fail(self, entry: Deferred, error: Exception) -> None:
         self._state.fail("deferred commit", error)

@@ -78,8 +78,9 @@ class NworScheduling(Scheduler):
         new.commit_seconds += record.commit_seconds
         for request_id, kind in record.windows.items():
             new.kinds[kind] = new.kinds.get(kind, 0) + 1
-            extra: dict[str, int] = {}
+            extra: dict[str, int] | None = None
             if record.earlier is not None:
+                extra = {}
                 add_bytes(extra, record.earlier.copies(kind))
                 if self._nwor_freed.since(self._nwor_heard_of, request_id):
                     add_bytes(extra, record.earlier.missing(kind))
@@ -97,7 +98,8 @@ class NworScheduling(Scheduler):
                     figures.nwor, figures.nwor_token_bytes = tally.kinds, record.token_bytes
                     figures.nwor_extra = tally.extra
             tally.add(kind)
-            add_bytes(tally.extra, extra)
+            if extra is not None:
+                add_bytes(tally.extra, extra)
         self._nwor_windows += len(record.windows)
         if self._nwor_windows != record.all_windows:
             self._nwor_mismatch(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nwor.config import NworConfig
 from nwor.modes import Mode
 from nwor.self_check import SelfCheck
+from nwor.state import RankState
 from nwor.window import StagedLayer, Window, WindowBatch, group_layers
 
 BLOCKS, BLOCK_SIZE, HEADS, SIZE = 6, 4, 2, 8
@@ -72,6 +74,24 @@ def test_the_self_check_reads_the_steps_rows(spoil: bool) -> None:
     if spoil:  # the second token of the first window, which was accepted
         caches[1][1, 1, 1, 3] += 1
     assert check.violations(held, rejected) == int(spoil)
+
+
+@pytest.mark.parametrize("wrong", ["a spoilt slot", "rows that do not fit"])
+def test_a_failed_check_turns_nwor_off_and_raises_nothing(wrong: str) -> None:
+    window, caches = _window()
+    sources = _begin(window)
+    window.adopt(window.captured(sources))
+    check, state = SelfCheck(window), RankState(NworConfig.from_mapping({"mode": "stage"}), Mode.STAGE)
+    rejected = torch.tensor([1, 0], dtype=torch.int32)
+    window.commit(rejected)
+    if wrong == "a spoilt slot":
+        caches[1][1, 1, 1, 3] += 1
+    else:
+        sources = {name: (key[:2], value[:2]) for name, (key, value) in sources.items()}
+    check.report(state, sources, rejected)
+    assert state.mode is Mode.OFF
+    assert (state.fault or "").startswith("self-check: ")
+    assert state.self_checks == 1
 
 
 def test_finishing_directly_writes_the_steps_rows() -> None:
