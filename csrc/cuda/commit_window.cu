@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "divisor.h"
+#include "fp8.cuh"
 #include "mma.cuh"
 #include "window_params.h"
 
@@ -78,36 +79,13 @@ __device__ __forceinline__ bool can_vectorize(const Side<Element, CacheElement>&
 __device__ __forceinline__ uint32_t bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ uint32_t bits_of(uint16_t x) { return x; }
 
-// x / scale, rounded as division rounds, from the scale's reciprocal: a product, its exact error, and its correction
-// (Markstein). Where that does not hold, the quotient is far beyond what fp8 holds (whose overflow saturates), below
-// what it can tell from zero, or the scale is no ordinary number and `exact` is false.
-struct Quotient {
-  float scale, reciprocal;
-  bool exact;
-
-  __device__ __forceinline__ explicit Quotient(float by) : scale(by), reciprocal(1.f / by) {
-    const float magnitude = fabsf(by);
-    exact = magnitude >= 0x1p-60f && magnitude <= 0x1p60f;
-  }
-
-  __device__ __forceinline__ float of(float x) const {
-    if (!exact) return x / scale;
-    const float product = x * reciprocal;
-    const float corrected = fmaf(fmaf(-product, scale, x), reciprocal, product);
-    const float magnitude = fabsf(product);
-    return magnitude >= 0x1p-20f && magnitude < 0x1p40f ? corrected : product;  // the latter keeps a zero's sign
-  }
-};
-
 // Elements of one 16-byte piece to fp8, two at a time.
 template <class Type, int kWidth>
 __device__ __forceinline__ void quantize_piece(const typename Type::Element (&elements)[kWidth], const Quotient& by,
                                                bool e5m2, uint16_t (&converted)[kWidth / 2]) {
-  const __nv_fp8_interpretation_t kind = e5m2 ? __NV_E5M2 : __NV_E4M3;
 #pragma unroll
   for (int e = 0; e < kWidth; e += 2)
-    converted[e / 2] = __nv_cvt_float2_to_fp8x2(
-        make_float2(by.of(Type::widen(elements[e])), by.of(Type::widen(elements[e + 1]))), __NV_SATFINITE, kind);
+    converted[e / 2] = quantize_pair(make_float2(Type::widen(elements[e]), Type::widen(elements[e + 1])), by, e5m2);
 }
 
 // What the launch knows of the pieces that a token's rows are cut into.
@@ -201,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
             *reinterpret_cast<uint32_t*>(to) = *reinterpret_cast<const uint32_t*>(converted);
           }
         } else {
-          *to = quantize_fp8(Type::widen(elements[0]), by.scale, p.is_e5m2);
+          *to = quantize_pair(make_float2(Type::widen(elements[0]), 0.f), by, p.is_e5m2) & 0xff;
         }
       }
     }

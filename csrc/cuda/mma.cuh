@@ -137,9 +137,4 @@ __device__ __forceinline__ uint32_t fp8x2_to_half2(uint32_t pair, bool e5m2) {
 #endif
 }
 
-// Quantizes as vLLM's cache writer does: divide by the scale in float, round to nearest even, saturate.
-__device__ __forceinline__ uint8_t quantize_fp8(float x, float scale, bool e5m2) {
-  return __nv_cvt_float_to_fp8(x / scale, __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
-}
-
 }  // namespace nwor

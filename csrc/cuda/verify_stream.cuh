@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& 
     rows.valid = segment.work.window - token;
     if (S::kFp8 || !p.aligned) {
       const uint32_t at = stage - smem_address(shared);
-      convert_window_tile<S>(p, segment.work.start + token, segment.head, min(rows.valid, kTileTokens),
+      convert_window_tile<S>(p, segment.work.start + token, segment.head, rows.valid,
                              head_scale(p.k_scale, p.k_scale_count, segment.head),
                              head_scale(p.v_scale, p.v_scale_count, segment.head), shared,
                              TileAddresses{at, at + S::kTileBytes});

@@ -1,6 +1,7 @@
 // Shared-memory tiles of the verify attention kernel: shapes, swizzle and the loads that fill them.
 #pragma once
 
+#include "fp8.cuh"
 #include "mma.cuh"
 #include "verify_walk.cuh"
 
@@ -91,6 +92,9 @@ struct Shape {
   static constexpr int kCopyWarps = kRowWarps;
   static __device__ __forceinline__ int copy_warp() { return threadIdx.x / 32 % kRowWarps; }
   static __device__ __forceinline__ int copy_token() { return 0; }
+  // The threads that fill a tile where copying cannot.
+  static constexpr int kFillThreads = 32 * kRowWarps;
+  static __device__ __forceinline__ int fill_thread() { return threadIdx.x % kFillThreads; }
 
   static constexpr int kSumStride = kD;  // floats from row to row of the sum
   static constexpr int kMinTiles = 6;    // fewest tiles of a group that are worth another worker
@@ -239,49 +243,60 @@ __device__ __noinline__ void copy_scattered_tile(const VerifyParams& p, int requ
   }
 }
 
-// Brings rows of window keys or values into a tile where copying cannot: rows that are not aligned, or an fp8 cache,
-// to whose format window K and V are rounded, since the stock path would read them back from there.
+// Eight numbers of a window's key or value on their way into a tile. With an fp8 cache they are rounded to its format,
+// since the stock path would read them back from there.
 template <class S>
-__device__ __forceinline__ void convert_window_piece(const VerifyParams& p, const uint16_t* source, int64_t stride,
-                                                     int row, int eight, int valid, float scale, char* tile) {
-  uint4 data = make_uint4(0, 0, 0, 0);
-  if (row < valid) data = load_eight(source + row * stride + eight * 8, p.aligned);
+__device__ __forceinline__ void store_window_piece(const VerifyParams& p, uint4 data, int row, int eight,
+                                                   const Quotient& by, char* tile) {
   if constexpr (!S::kFp8) {
     *reinterpret_cast<uint4*>(tile + S::tile_offset(row, eight)) = data;
   } else {
     const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-    uint32_t packed[2] = {0, 0};
-    if (row < valid) {
+    uint32_t pairs[4];
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const uint16_t bits = words[e / 2] >> (e % 2 * 16);
-        packed[e / 4] |= static_cast<uint32_t>(quantize_fp8(to_float(bits, p.is_bf16), scale, p.is_e5m2))
-                         << (e % 4 * 8);
-      }
-    }
+    for (int i = 0; i < 4; ++i)
+      pairs[i] = quantize_pair(make_float2(to_float(words[i] & 0xffff, p.is_bf16), to_float(words[i] >> 16, p.is_bf16)),
+                               by, p.is_e5m2);
     *reinterpret_cast<uint2*>(tile + S::tile_offset(row, eight / 2) + eight % 2 * 8) =
-        make_uint2(packed[0], packed[1]);
+        make_uint2(__byte_perm(pairs[0], pairs[1], 0x5410), __byte_perm(pairs[2], pairs[3], 0x5410));
   }
 }
 
-// A tile of window tokens by convert_window_piece(). Offsets are from the beginning of shared memory.
+// Brings a tile of window keys, values or both to where copying cannot: rows that are not aligned, or an fp8 cache.
+// All threads that fill a tile share the rows that exist; the others become zero. Offsets are from the beginning of
+// shared memory.
 template <class S>
 __device__ __noinline__ void convert_window_tile(const VerifyParams& p, int first, int head, int valid, float k_scale,
                                                  float v_scale, char* shared, TileAddresses to) {
-  constexpr int kEights = S::kHeadSize / 8;
+  constexpr int kEights = S::kHeadSize / 8, kBatch = S::kFp8 ? 4 : 1;
   const auto* key = static_cast<const uint16_t*>(p.key) + first * p.key_token + head * p.key_head;
   const auto* value = static_cast<const uint16_t*>(p.value) + first * p.value_token + head * p.value_head;
   const bool both = to.key != TileAddresses::kNone && to.value != TileAddresses::kNone;
-  const int pieces = kTileTokens * kEights * (both ? 2 : 1);
-#pragma unroll 4
-  for (int i = S::copy_warp() * 32 + threadIdx.x % 32; i < pieces; i += S::kCopyWarps * 32) {
+  const int pieces = S::kTile * kEights * (both ? 2 : 1);
+  const Quotient by_key(k_scale), by_value(v_scale);
+#pragma unroll 1
+  for (int begin = S::fill_thread(); begin < pieces; begin += kBatch * S::kFillThreads) {
     // Rows in turn for K and V, so that the rows that exist come first and whole warps skip the others' work.
-    const int eight = i % kEights;
-    const int side = both ? i / kEights % 2 : 0;
-    const int row = i / kEights / (both ? 2 : 1);
-    const bool is_value = both ? side == 1 : to.key == TileAddresses::kNone;
-    convert_window_piece<S>(p, is_value ? value : key, is_value ? p.value_token : p.key_token, row, eight, valid,
-                            is_value ? v_scale : k_scale, shared + (is_value ? to.value : to.key));
+    const auto eight_of = [&](int i) { return i % kEights; };
+    const auto row_of = [&](int i) { return i / kEights / (both ? 2 : 1); };
+    const auto is_value = [&](int i) { return both ? i / kEights % 2 == 1 : to.key == TileAddresses::kNone; };
+    uint4 data[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {  // all on their way before the first is used
+      const int i = begin + k * S::kFillThreads;
+      data[k] = make_uint4(0, 0, 0, 0);
+      if (i < pieces && row_of(i) < valid)
+        data[k] = load_eight((is_value(i) ? value : key) + row_of(i) * (is_value(i) ? p.value_token : p.key_token) +
+                                 eight_of(i) * 8,
+                             p.aligned);
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int i = begin + k * S::kFillThreads;
+      if (i < pieces)
+        store_window_piece<S>(p, data[k], row_of(i), eight_of(i), is_value(i) ? by_value : by_key,
+                              shared + (is_value(i) ? to.value : to.key));
+    }
   }
 }
 

@@ -89,6 +89,8 @@ struct WarpgroupShape {
   static constexpr int kCopyWarps = kRowGroups;
   static __device__ __forceinline__ int copy_warp() { return threadIdx.x / 128; }
   static __device__ __forceinline__ int copy_token() { return warp() * 16; }
+  static constexpr int kFillThreads = kThreads;  // a tile is filled by all of them where copying cannot
+  static __device__ __forceinline__ int fill_thread() { return threadIdx.x; }
   static __device__ __forceinline__ int copy_offset() { return warp() * 16 * (kFp8 ? kRowBytes : 128); }
   static __device__ __forceinline__ void copy(const char* rows, int64_t stride, int valid, uint32_t tile) {
     constexpr int kChunks = kRowBytes / 16;
@@ -157,8 +159,7 @@ struct TileQueue {
   __device__ __forceinline__ void load(const VerifyParams& p, const Segment& segment, int tile, int2 place, int offset,
                                        char* shared) {
     constexpr int kElement = S::kFp8 ? 1 : 2;
-    const int at = offset + S::copy_offset();
-    const uint32_t to = smem_address(shared) + at;
+    const uint32_t to = smem_address(shared) + offset + S::copy_offset();
     const char* rows;
     int64_t stride;
     int valid;
@@ -178,16 +179,17 @@ struct TileQueue {
                  kElement +
              in_block * stride;
     } else {
-      const int token = (tile - segment.context_tiles) * S::kTile + S::copy_token();
-      valid = segment.work.window - token;
+      const int first = (tile - segment.context_tiles) * S::kTile;
       if (S::kFp8 || !p.aligned) {
-        const uint32_t begin = static_cast<uint32_t>(at);
+        const uint32_t begin = static_cast<uint32_t>(offset);
         convert_window_tile<S>(
-            p, segment.work.start + token, segment.head, min(valid, kTileTokens),
+            p, segment.work.start + first, segment.head, segment.work.window - first,
             head_scale(p.k_scale, p.k_scale_count, segment.head), head_scale(p.v_scale, p.v_scale_count, segment.head),
             shared, TileAddresses{kValue ? TileAddresses::kNone : begin, kValue ? begin : TileAddresses::kNone});
         return;
       }
+      const int token = first + S::copy_token();
+      valid = segment.work.window - token;
       stride = (kValue ? p.value_token : p.key_token) * 2;
       rows = static_cast<const char*>(kValue ? p.value : p.key) +
              segment.head * (kValue ? p.value_head : p.key_head) * 2 + (segment.work.start + token) * stride;
