@@ -57,6 +57,7 @@ class NworScheduling(Scheduler):
         self._nwor_theirs: list[int] = []
         self._nwor_verified: bool | None = None
         self._nwor_stale: set[str] = set()
+        self._nwor_partial: set[str] = set()
         self._nwor_ending: Request | None = None
         self._nwor_logged: set[str] = set()
         # With pipeline stages. Steps are numbered from 1, in the order in which they are made and their
@@ -120,6 +121,7 @@ class NworScheduling(Scheduler):
                 self._nwor_stale.discard(request_id)
             elif request.drop_stale_output:
                 thrown_away.append(request_id)
+        self._nwor_partial.update(record.windows.keys() & thrown_away)
         return frozenset(thrown_away)
 
     def _nwor_take_stages(self, record: StepRecord) -> None:
@@ -251,6 +253,7 @@ class NworScheduling(Scheduler):
                 self._nwor_compare(request, kinds)
         self._nwor_table.end(request.request_id)
         self._nwor_extra.pop(request.request_id, None)
+        self._nwor_partial.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def _handle_stopped_request(self, request: Request) -> bool:
@@ -270,8 +273,8 @@ class NworScheduling(Scheduler):
     def _nwor_compare(self, request: Request, kinds: dict[WindowKind, int]) -> None:
         """Compare the figures of a finished request with vLLM's own of the same request."""
         figures = request.spec_decode_metrics
-        # Steps whose results vLLM threw away after a preemption are in ours alone.
-        if figures is None or request.num_preemptions:
+        # Steps whose results vLLM threw away are in ours alone.
+        if figures is None or request.num_preemptions or request.request_id in self._nwor_partial:
             return
         theirs = sum(accepted * steps for accepted, steps in enumerate(figures.histogram))
         ours = sum(accepted * windows for (_, _, _, accepted), windows in kinds.items())

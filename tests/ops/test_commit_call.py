@@ -1,6 +1,7 @@
 """A prepared commit writes what ``commit_window`` writes, to the byte, each time that it is called.
 
-Coverage: every case of the op's own tests; counts and slots that change between two calls; arguments that do not fit.
+Coverage: every case of the op's own tests; counts and slots that change between two calls; arguments that do
+not fit.
 """
 
 from __future__ import annotations
