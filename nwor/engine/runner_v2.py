@@ -71,12 +71,11 @@ class NworRunnerV2(Base):
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Prepare the step's block tables and slots, then open its window batch."""
         prepared = super().prepare_attn(input_batch)
+        rank, plan = self.nwor, None
         drafts = input_batch.num_draft_tokens_per_req
-        if drafts is None:
-            self.nwor.plan = None
-            return prepared
-        rank = self.nwor
-        plan = rank.plan_step(input_batch.req_ids, input_batch.num_scheduled_tokens, drafts, self._nwor_early)
+        if drafts is not None:
+            scheduled = input_batch.num_scheduled_tokens
+            plan = rank.plan_step(input_batch.req_ids, scheduled, drafts, self._nwor_early)
         rank.begin(plan, input_batch.query_start_loc, prepared[1])
         return prepared
 
