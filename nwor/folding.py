@@ -14,6 +14,7 @@ from nwor.tally import Treatment, WindowKind
 Label = tuple[str, str, int]
 
 INT32 = np.dtype(np.int32)
+_ONE = np.int32(1)
 
 
 class Layout:
@@ -26,6 +27,7 @@ class Layout:
         labels: the labels that its windows have.
         label: [windows] the number of each window's label.
         drafts: [windows] draft tokens.
+        most: the most tokens that a window may give, where all have as many drafts; None where they have not.
         places: [windows] each window's place in the step's batch; None where every request has a window.
         windows: windows of such a step.
 
@@ -42,9 +44,11 @@ class Layout:
         reasons = treatment.outside, treatment.inside
         self.labels: list[Label] = [(treatment.mode, reasons[code % 2], code // 2) for code in codes.tolist()]
         self.places = None if self.windows == len(counts) else places
+        alike = self.windows > 0 and bool((self.drafts == self.drafts[0]).all())
+        self.most = int(self.drafts[0]) + 1 if alike else None
 
-    def accepted(self, steps: Sequence[bytes]) -> npt.NDArray[np.int64]:
-        """Return [steps, windows], the accepted drafts of each window.
+    def accepted(self, steps: Sequence[bytes]) -> npt.NDArray[np.int32]:
+        """Return int32 [steps, windows], the accepted drafts of each window.
 
         Args:
             steps: ``StepRecord.sampled`` of each step.
@@ -56,8 +60,10 @@ class Layout:
         sampled = np.frombuffer(b"".join(steps), INT32).reshape(len(steps), -1)
         if self.places is not None:
             sampled = sampled[:, self.places]
-        accepted = np.maximum(sampled, 1) - np.int64(1)
-        if (accepted > self.drafts).any():
+        accepted = np.maximum(sampled, _ONE)
+        accepted -= _ONE
+        over = accepted.max(initial=0) >= self.most if self.most else (accepted > self.drafts).any()
+        if over:
             raise ValueError("a window gave more tokens than it had")
         return accepted
 
@@ -80,7 +86,10 @@ def count_kinds(treatment: Treatment, steps: Sequence[bytes]) -> dict[WindowKind
     if not layout.windows:
         return {}
     width = int(layout.drafts.max()) + 1
-    times = np.bincount((layout.label * width + layout.accepted(steps)).ravel())
+    accepted = layout.accepted(steps)
+    # Most steps: all windows have one label.
+    cells = accepted if len(layout.labels) == 1 else layout.label * width + accepted
+    times = np.bincount(cells.ravel())
     found = np.flatnonzero(times)
     kinds: dict[WindowKind, int] = {}
     for cell, count in zip(found.tolist(), times[found].tolist(), strict=True):

@@ -90,6 +90,7 @@ class RankState:
             )
         old, self.mode = self.mode, mode
         self.switches += old is not mode
+        self.forget_facts()
         if mode is not Mode.OFF:
             self.fault = None
         return old
@@ -112,6 +113,7 @@ class RankState:
         self.fault = f"{where}: {type(error).__name__}: {error}"
         self.switches += self.mode is not Mode.OFF
         self.mode = Mode.OFF
+        self.forget_facts()
         logger.error("NWOR is off after an error (%s); the engine goes on with direct writes", self.fault)
 
     def log_once(self, reason: str, detail: str) -> None:
@@ -149,14 +151,12 @@ class RankState:
     @property
     def facts(self) -> RankFacts:
         """What rides home with each step; a new object after a switch."""
-        known = self._facts
-        if known is None or known.switches != self.switches or known.mode != self.mode:
-            known = RankFacts(self.mode.value, self.switches, self.engine_token_bytes, self.earlier)
-            self._facts = known
-        return known
+        if self._facts is None:
+            self._facts = RankFacts(self.mode.value, self.switches, self.engine_token_bytes, self.earlier)
+        return self._facts
 
     def forget_facts(self) -> None:
-        """Have :attr:`facts` made anew: sizes have changed."""
+        """Have :attr:`facts` made anew: what they say has changed."""
         self._facts = None
 
     def count(self, treatment: Treatment, sampled: bytes, windows: int) -> None:

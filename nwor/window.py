@@ -107,6 +107,7 @@ class Window:
         batch: the open window batch, None while idle.
         hold: collects keys and values that a capture keeps alive; None outside captures.
         staging: whether layers have to hand their keys and values over instead of writing them. Read only.
+        finished_direct: whether the open batch fell back to direct writes. Read only.
 
     """
 
@@ -114,6 +115,7 @@ class Window:
     batch: WindowBatch | None = None
     hold: list[Source] | None = None
     staging: bool = False
+    finished_direct: bool = False
     _state: _State = _State.IDLE
     _sources: Mapping[str, Source] = field(default_factory=dict)
     _tables: tuple[torch.Tensor, ...] = ()
@@ -125,11 +127,6 @@ class Window:
         self._ops = [LayerGroupOps(group.layers) for group in self.groups]
         # By a batch's identity, which holds as long as the batch stands here itself.
         self._prepared: dict[int, tuple[WindowBatch, tuple[torch.Tensor, ...], list[PreparedCommit]]] = {}
-
-    @property
-    def finished_direct(self) -> bool:
-        """Whether the open batch fell back to direct writes."""
-        return self._state is _State.DIRECT
 
     @property
     def layer_names(self) -> frozenset[str]:
@@ -351,7 +348,7 @@ class Window:
         if self._state is _State.DIRECT:
             return
         self._state = _State.DIRECT
-        self.staging = False
+        self.staging, self.finished_direct = False, True
         sources, self._sources = self._sources, {}
         self._write(sources, batch)
 
@@ -378,7 +375,7 @@ class Window:
     def _close(self) -> None:
         self.batch = None
         self._state = _State.IDLE
-        self.staging = False
+        self.staging = self.finished_direct = False
         self._sources = {}
         self._tables = ()
         self._logs = []

@@ -2,9 +2,9 @@
 
 The overrides of the runner, the graph manager and the scheduler run on stand-ins for vLLM's methods, which do
 next to nothing, so what is measured is NWOR's own. A step verifies as many drafts for each request, as under
-full CUDA graphs. Its slots are all skipped, so that a commit is its call alone. Each piece is what one call
-of an override takes, the cost of reading the clock taken off; a step is their sum. Steps are 3.5 ms apart for
-whatever asks for the time of day.
+full CUDA graphs. Its slots are all skipped, so that a commit is its call alone. Each piece is the processor
+time of one override's calls, on average, the cost of reading the clock taken off; a step is their sum. Steps
+are 3.5 ms apart for whatever asks for the time of day. With ``--end-every N`` a request ends every N steps.
 
 ``python benchmarks/engine/host_micro.py [--modes off stage] [--requests 64] [--steps 4000] [--end-every 0]``
 """
@@ -39,8 +39,6 @@ DRAFTS, LAYERS, HEADS, SIZE, BLOCK = 4, 32, 2, 16, 16
 SAMPLED = 3
 #: Seconds from one step to the next.
 STEP = 0.0035
-#: Of the measurements of a piece, this share is left out at the upper end: the machine's own doing.
-OUTLIERS = 0.01
 
 
 class StockRunner:
@@ -218,12 +216,12 @@ class Steps:
     def _overhead(self) -> float:
         for _ in range(2000):
             self._timed("nothing", lambda: None)
-        return statistics.median(self.seconds.pop("nothing"))
+        return statistics.fmean(self.seconds.pop("nothing"))
 
     def _timed(self, piece: str, hook: Callable[..., Any], *args: Any) -> Any:
-        started = time.perf_counter()
+        started = time.thread_time()
         result = hook(*args)
-        self.seconds.setdefault(piece, []).append(time.perf_counter() - started)
+        self.seconds.setdefault(piece, []).append(time.thread_time() - started)
         return result
 
     def run(self) -> None:
@@ -268,11 +266,11 @@ class Steps:
             self._start(place)
 
     def summary(self) -> dict[str, float]:
-        """Return the mean time of each piece in microseconds, without the highest ones."""
-        means = {}
-        for piece, seconds in self.seconds.items():
-            kept = sorted(seconds)[: max(1, round(len(seconds) * (1 - OUTLIERS)))]
-            means[piece] = (statistics.fmean(kept) - self.overhead) * 1e6
+        """Return the mean time of each piece in microseconds."""
+        means = {
+            piece: (statistics.fmean(seconds) - self.overhead) * 1e6
+            for piece, seconds in self.seconds.items()
+        }
         return {**means, "step": sum(means.values())}
 
 

@@ -148,7 +148,7 @@ class StepPlan:
 
 def int32_bytes(numbers: Sequence[int] | npt.NDArray[Any]) -> bytes:
     """Return numbers as int32, in bytes; for an int32 array that is one copy."""
-    if isinstance(numbers, np.ndarray) and numbers.dtype is INT32:
+    if type(numbers) is np.ndarray and numbers.dtype is INT32:
         return numbers.tobytes()
     return np.asarray(numbers, INT32).tobytes()
 

@@ -29,6 +29,8 @@ class Planner:
         self._state = state
         self._longest = longest_window
         self._known: dict[tuple[bytes, bytes], KnownStep] = {}
+        self._latest_key: tuple[bytes, bytes] | None = None
+        self._latest: KnownStep | None = None
         self._mode: Mode | None = None
         self._refusal: str | None = None
 
@@ -46,16 +48,19 @@ class Planner:
             refusal: why nothing can be staged; None where it can.
 
         """
-        state = self._state
-        if self._mode is not state.mode or self._refusal != refusal:
-            self._known.clear()
-            self._mode, self._refusal = state.mode, refusal
         key = int32_bytes(query_lens), int32_bytes(draft_counts)
+        if self._mode is not self._state.mode or self._refusal != refusal:
+            self._known.clear()
+            self._mode, self._refusal = self._state.mode, refusal
+        elif key == self._latest_key:  # comparing costs less than hashing
+            assert self._latest is not None
+            return self._latest
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             known = self._known[key] = self._work_out(*key)
+        self._latest_key, self._latest = key, known
         return known
 
     def _work_out(self, query_bytes: bytes, drafts: bytes) -> KnownStep:

@@ -89,9 +89,10 @@ class NworScheduling(Scheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take in one step's results and return the outputs for each front end, as vLLM does."""
         record = record_of(model_runner_output)
-        self._nwor_heard_of += 1
         # make_stats, which vLLM calls at the end of the step, compares.
         self._nwor_verified = record is not None
+        if self._nwor_stages:
+            self._nwor_heard_of += 1
         if record is not None:
             self._nwor_take(record)
         try:
@@ -160,16 +161,11 @@ class NworScheduling(Scheduler):
         )
         if ended is not None:
             new.late_windows += int(ended.sum()) * len(records)
-        for record in records:
-            new.commits += record.commits
-            new.commit_seconds += record.commit_seconds
-            self._nwor_windows += len(request_ids)
-            if self._nwor_windows != record.all_windows:
-                self._nwor_mismatch(
-                    "windows",
-                    f"{self._nwor_windows} windows arrived of {record.all_windows} that the rank counted",
-                )
-                self._nwor_windows = record.all_windows
+        new.commits += sum([record.commits for record in records])
+        new.commit_seconds += sum([record.commit_seconds for record in records])
+        if self._nwor_windows + len(request_ids) * len(records) != records[-1].all_windows:
+            self._nwor_find_missing(records, len(request_ids))
+        self._nwor_windows = records[-1].all_windows
         if not self.log_stats:
             return  # vLLM counts nothing to compare with
         if ended is not None:
@@ -177,6 +173,23 @@ class NworScheduling(Scheduler):
         if thrown_away:
             accepted = accepted * [request not in thrown_away for request in request_ids]
         self._nwor_ours += accepted.sum(axis=1).tolist()
+
+    def _nwor_find_missing(self, records: Sequence[StepRecord], windows: int) -> None:
+        """Count the steps before which windows got lost.
+
+        Args:
+            records: steps in a row.
+            windows: windows of each.
+
+        """
+        arrived = self._nwor_windows
+        for record in records:
+            arrived += windows
+            if arrived != record.all_windows:
+                self._nwor_mismatch(
+                    "windows", f"{arrived} windows arrived of {record.all_windows} that the rank counted"
+                )
+                arrived = record.all_windows
 
     def _nwor_compare_steps(self) -> None:
         """Compare the accepted tokens of each step with vLLM's."""
@@ -315,7 +328,7 @@ def create_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
 
 def _alike(one: _Waiting, other: _Waiting) -> bool:
     return (
-        one[0].treatment == other[0].treatment
+        (one[0].treatment is other[0].treatment or one[0].treatment == other[0].treatment)
         and one[1] == other[1]
         and one[0].request_ids == other[0].request_ids
     )

@@ -57,7 +57,7 @@ class WindowTable:
         treatment: Treatment,
         steps: Sequence[bytes],
         runs: Callable[[str], bool],
-    ) -> tuple[Numbers, Sequence[str], npt.NDArray[np.bool_] | None]:
+    ) -> tuple[npt.NDArray[np.int32], Sequence[str], npt.NDArray[np.bool_] | None]:
         """Count the windows of steps that have the same requests and treatment.
 
         Args:
@@ -67,7 +67,7 @@ class WindowTable:
             runs: whether a request that is new here has not ended yet.
 
         Returns:
-            int64 [steps, windows], the accepted tokens of each window; the requests of these windows; and
+            int32 [steps, windows], the accepted tokens of each window; the requests of these windows; and
             bool [windows], which of them have ended, None where none has.
 
         """
