@@ -10,7 +10,7 @@ import torch
 from nwor import ops
 
 if TYPE_CHECKING:
-    from nwor.window import StagedLayer
+    from nwor.layers import StagedLayer
 
 #: Keys and values of a layer as the forward pass left them, each [tokens, num_kv_heads, head_size].
 Source = tuple[torch.Tensor, torch.Tensor]
@@ -50,26 +50,26 @@ class LayerGroupOps:
         values = [value for _, value in sources]
         return ops.make_layer_table(keys, values, self.key_caches, self.value_caches)
 
-    def commit(
-        self,
-        table: torch.Tensor,
-        slots: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        rejected: torch.Tensor,
-    ) -> None:
-        """Write each window but its last ``rejected`` tokens, all layers in one launch."""
-        ops.commit_window(
+    def prepared(
+        self, table: torch.Tensor, slots: torch.Tensor, query_start_loc: torch.Tensor
+    ) -> ops.PreparedCommit:
+        """Return the commit of these windows: called with the rejected counts, one launch for all layers.
+
+        Args:
+            table: what :meth:`source_table` returned.
+            slots: int64 [tokens].
+            query_start_loc: int32 [requests + 1].
+
+        """
+        return ops.PreparedCommit(
             table,
-            self.caches,
             slots,
             query_start_loc,
-            rejected_counts=rejected,
             **self._geometry,
             source_dtype=self.source_dtype,
             kv_cache_dtype=self.kv_cache_dtype,
             k_scales=self.k_scales,
             v_scales=self.v_scales,
-            validate=False,
         )
 
     def log(self, slots: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +12,14 @@ from typing import Any
 from nwor.accounting import WindowCounts
 from nwor.config import NworConfig
 from nwor.errors import ConfigError
+from nwor.folding import count_kinds
 from nwor.modes import Mode
-from nwor.tally import EarlierStages, Tally, WindowKind
+from nwor.tally import EarlierStages, RankFacts, Tally, Treatment, add_bytes
 
 logger = logging.getLogger(__name__)
+
+#: Steps whose windows may wait to be counted by kind.
+_MOST_WAITING = 128
 
 #: Changes that are remembered.
 _KEPT_CHANGES = 20
@@ -40,7 +46,6 @@ class RankState:
         self_checks: steps whose cache was checked.
         capture_seconds: time that graphs of their own for ``stage`` took at start-up.
         capture_bytes: device memory that those graphs took.
-        tally: all windows since the start or the last reset.
         windows: windows since the start.
         changes: the latest changes that somebody asked for, oldest first: when, by which key, what.
 
@@ -62,10 +67,13 @@ class RankState:
     self_checks: int = 0
     capture_seconds: float = 0.0
     capture_bytes: int = 0
-    tally: Tally = field(default_factory=Tally)
     windows: int = 0
     changes: list[dict[str, str]] = field(default_factory=list)
     _logged: set[str] = field(default_factory=set)
+    _tally: Tally = field(default_factory=Tally)
+    _waiting: deque[tuple[Treatment, bytes]] = field(default_factory=deque)
+    _folding: threading.Lock = field(default_factory=threading.Lock)
+    _facts: RankFacts | None = None
 
     def switch(self, mode: Mode) -> Mode:
         """Put ``mode`` in force from the next step on and return the one before.
@@ -82,6 +90,7 @@ class RankState:
             )
         old, self.mode = self.mode, mode
         self.switches += old is not mode
+        self.forget_facts()
         if mode is not Mode.OFF:
             self.fault = None
         return old
@@ -104,6 +113,7 @@ class RankState:
         self.fault = f"{where}: {type(error).__name__}: {error}"
         self.switches += self.mode is not Mode.OFF
         self.mode = Mode.OFF
+        self.forget_facts()
         logger.error("NWOR is off after an error (%s); the engine goes on with direct writes", self.fault)
 
     def log_once(self, reason: str, detail: str) -> None:
@@ -138,15 +148,56 @@ class RankState:
         copied = self.other_source_bytes * self.ranks if self.stages_copy else 0
         return EarlierStages(self.other_token_bytes * self.ranks, copied)
 
-    def count(self, kinds: Mapping[WindowKind, int]) -> None:
-        """Count finished windows, given how many there are of each kind."""
-        for kind, times in kinds.items():
-            self.tally.add(kind, times)
-            self.windows += times
+    @property
+    def facts(self) -> RankFacts:
+        """What rides home with each step; a new object after a switch."""
+        if self._facts is None:
+            self._facts = RankFacts(self.mode.value, self.switches, self.engine_token_bytes, self.earlier)
+        return self._facts
+
+    def forget_facts(self) -> None:
+        """Have :attr:`facts` made anew: what they say has changed."""
+        self._facts = None
+
+    def count(self, treatment: Treatment, sampled: bytes, windows: int) -> None:
+        """Count the windows of a step.
+
+        Args:
+            treatment: how they were treated.
+            sampled: int32 [requests]: tokens that the step gave each request.
+            windows: how many windows the step had.
+
+        """
+        self.windows += windows
+        self._waiting.append((treatment, sampled))
+        if len(self._waiting) >= _MOST_WAITING:
+            self._fold()
+
+    @property
+    def tally(self) -> Tally:
+        """All windows since the start or the last reset."""
+        self._fold()
+        return self._tally
+
+    def _fold(self) -> None:
+        # Steps are counted by one thread and asked for by another.
+        with self._folding:
+            steps: dict[Treatment, list[bytes]] = {}
+            while self._waiting:
+                treatment, sampled = self._waiting.popleft()
+                steps.setdefault(treatment, []).append(sampled)
+            for treatment, parts in steps.items():
+                for kind, times in count_kinds(treatment, parts).items():
+                    self._tally.add(kind, times)
+
+    def add_bytes(self, more: Mapping[str, int]) -> None:
+        """Count bytes by path that the figures of the windows' kinds do not say."""
+        add_bytes(self._tally.extra, more)
 
     def reset(self) -> None:
         """Start counting anew."""
-        self.tally = Tally()
+        self._fold()
+        self._tally = Tally()
         self.self_checks = 0
 
     def report(self) -> dict[str, Any]:

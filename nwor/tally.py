@@ -1,14 +1,16 @@
 """Windows counted by what became of them; every figure follows from that count. Plain Python.
 
-A step has up to hundreds of windows, and its figures travel with its output. So a step only says which *kind*
-of window each request had, and a kind is counted with one look-up; tokens and bytes are worked out when
-somebody asks.
+A step has up to hundreds of windows, and its figures travel with its output. So a step only says how its
+windows were *treated*, which is the same for most steps, and how many tokens each request's gave. Which
+*kind* each window is, and how many there are of each, is worked out for many steps at once
+(``nwor.folding``); tokens and bytes when somebody asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nwor.accounting import WindowCounts, count_window
 from nwor.modes import Mode
@@ -109,30 +111,83 @@ def summarize(tallies: Iterable[tuple[Tally, int]]) -> WindowCounts:
     return total
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """What a rank did in one verify step; rides home on the step's output.
+class Treatment(NamedTuple):
+    """How the windows of a step are treated. The same object serves every step of the same shape.
 
     Attributes:
-        windows: the kind of window that each verifying request had.
-        mode: the rank's mode when the step was counted.
+        mode: the mode in force.
+        drafts: int32 [requests], as bytes: draft tokens of each request of the step, in batch order.
+        num_requests: leading requests that form the window batch; 0 where all is direct.
+        num_tokens: rows of those requests.
+        inside: why windows of the batch were written directly after all; empty where they were not.
+        outside: why windows outside the batch are written directly; empty in mode ``off``.
+        held_bytes: bytes that such a step keeps outside the paged cache, on all ranks: keys and values of
+            windows (``stage``) or old bytes of draft slots (``cow``).
+
+    """
+
+    mode: str
+    drafts: bytes
+    num_requests: int
+    num_tokens: int
+    inside: str = ""
+    outside: str = ""
+    held_bytes: int = 0
+
+    @property
+    def draft_counts(self) -> list[int]:
+        """Draft tokens of each request."""
+        return memoryview(self.drafts).cast("i").tolist()
+
+
+class RankFacts(NamedTuple):
+    """What holds for a rank from one switch of the mode to the next.
+
+    Attributes:
+        mode: the rank's mode.
         switches: how often the mode was switched before that.
         token_bytes: bytes of one token over the staged layers of all ranks.
-        all_windows: windows that the rank has counted since it started, this step's included.
-        held_bytes: bytes that the step kept outside the paged cache, on all ranks: keys and values of windows
-            (``stage``) or old bytes of draft slots (``cow``).
-        commits: commits and restores whose duration is known since the record before.
-        commit_seconds: their duration.
         earlier: the pipeline stages before the last; None where there are none.
 
     """
 
-    windows: dict[str, WindowKind]
     mode: str
     switches: int
     token_bytes: int
-    all_windows: int
-    held_bytes: int
-    commits: int
-    commit_seconds: float
     earlier: EarlierStages | None = None
+
+
+class StepRecord(NamedTuple):
+    """What a rank did in one verify step; rides home on the step's output.
+
+    Attributes:
+        request_ids: the step's requests in batch order, those without drafts included.
+        treatment: how their windows were treated.
+        sampled: int32 [requests], as bytes: tokens that the step gave each request, accepted drafts and one
+            more; 0 or 1 where no draft was accepted.
+        facts: the rank, when the step was counted.
+        all_windows: windows that the rank has counted since it started, this step's included.
+        commits: commits and restores whose duration is known since the record before.
+        commit_seconds: their duration.
+
+    """
+
+    request_ids: Sequence[str]
+    treatment: Treatment
+    sampled: bytes
+    facts: RankFacts
+    all_windows: int
+    commits: int = 0
+    commit_seconds: float = 0.0
+
+    @property
+    def windows(self) -> dict[str, WindowKind]:
+        """The kind of window of each verifying request; a line of Python for each, so not for every step."""
+        mode, _, staged, _, inside, outside, _ = self.treatment
+        windows = {}
+        sampled = memoryview(self.sampled).cast("i")
+        for index, drafts in enumerate(self.treatment.draft_counts):
+            if drafts:
+                reason = inside if index < staged else outside
+                windows[self.request_ids[index]] = (mode, reason, drafts, max(sampled[index], 1) - 1)
+        return windows

@@ -6,7 +6,7 @@ first in the step's tensors, so one ``query_start_loc`` serves attention, commit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -14,76 +14,24 @@ from enum import Enum
 import torch
 
 from nwor import ops
-from nwor.accounting import LayerShape
 from nwor.errors import WindowStateError
 from nwor.group import LayerGroupOps, Source
+from nwor.layers import LayerGroup, StagedLayer, group_layers
 from nwor.modes import Mode
+from nwor.ops import PreparedCommit
 
-#: Writes rows of key and value, [T, num_kv_heads, head_size], to the slots, int64 [T], as stock code does.
-DirectWrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+__all__ = [
+    "CapturedSources",
+    "HeldBatch",
+    "LayerGroup",
+    "StagedLayer",
+    "Window",
+    "WindowBatch",
+    "group_layers",
+]
 
-
-@dataclass(frozen=True)
-class StagedLayer:
-    """One attention layer of the target model, as this rank holds it.
-
-    Attributes:
-        name: the engine's own name of the layer.
-        kv_cache: the tensor that holds both K and V of the layer; what commits declare as mutated.
-        key_cache: view of it, [num_blocks, block_size, num_kv_heads, head_size], any strides.
-        value_cache: likewise for V.
-        kv_cache_dtype: vLLM's name of the cache's format, "auto" or an fp8 kind.
-        k_scale: float32 scale of fp8 keys, 1 or num_kv_heads elements; None stands for 1.
-        v_scale: likewise for values.
-        source_dtype: dtype of the keys and values that the forward pass makes.
-        direct_write: the stock writer of this layer, used where a window has to be finished directly.
-
-    """
-
-    name: str
-    kv_cache: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    kv_cache_dtype: str
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    source_dtype: torch.dtype
-    direct_write: DirectWrite
-
-    @property
-    def shape(self) -> LayerShape:
-        """What the layer keeps of one token."""
-        _, _, num_kv_heads, head_size = self.key_cache.shape
-        return LayerShape(num_kv_heads, head_size, self.key_cache.element_size())
-
-
-@dataclass(frozen=True)
-class LayerGroup:
-    """Layers that share a slot mapping and a shape, so that one launch commits them all.
-
-    Attributes:
-        slot_key: which of the step's slot mappings the layers use (the engine's KV-cache group).
-        layers: the layers, in the order of the engine's registry.
-
-    """
-
-    slot_key: int
-    layers: tuple[StagedLayer, ...]
-
-
-def group_layers(layers: Sequence[tuple[int, StagedLayer]]) -> tuple[LayerGroup, ...]:
-    """Group (slot key, layer) pairs by slot mapping, shape, format and block size."""
-    grouped: dict[tuple[object, ...], list[StagedLayer]] = {}
-    for slot_key, layer in layers:
-        key = (
-            slot_key,
-            layer.key_cache.shape[1:],
-            layer.key_cache.dtype,
-            layer.kv_cache_dtype,
-            layer.source_dtype,
-        )
-        grouped.setdefault(key, []).append(layer)
-    return tuple(LayerGroup(int(str(key[0])), tuple(members)) for key, members in grouped.items())
+#: Batches of captured graphs whose commits are kept prepared.
+_MOST_PREPARED = 512
 
 
 @dataclass(frozen=True)
@@ -158,14 +106,18 @@ class Window:
         groups: the staged layers by group.
         batch: the open window batch, None while idle.
         hold: collects keys and values that a capture keeps alive; None outside captures.
+        staging: whether layers have to hand their keys and values over instead of writing them. Read only.
+        finished_direct: whether the open batch fell back to direct writes. Read only.
 
     """
 
     groups: tuple[LayerGroup, ...]
     batch: WindowBatch | None = None
     hold: list[Source] | None = None
+    staging: bool = False
+    finished_direct: bool = False
     _state: _State = _State.IDLE
-    _sources: dict[str, Source] = field(default_factory=dict)
+    _sources: Mapping[str, Source] = field(default_factory=dict)
     _tables: tuple[torch.Tensor, ...] = ()
     _logs: list[torch.Tensor] = field(default_factory=list)
 
@@ -173,16 +125,8 @@ class Window:
         """Index the layers by name and make the tables of each group."""
         self._layers = {layer.name: (group, layer) for group in self.groups for layer in group.layers}
         self._ops = [LayerGroupOps(group.layers) for group in self.groups]
-
-    @property
-    def staging(self) -> bool:
-        """Whether layers have to hand their keys and values over instead of writing them."""
-        return self._state is _State.OPEN and self.batch is not None and self.batch.mode is Mode.STAGE
-
-    @property
-    def finished_direct(self) -> bool:
-        """Whether the open batch fell back to direct writes."""
-        return self._state is _State.DIRECT
+        # By a batch's identity, which holds as long as the batch stands here itself.
+        self._prepared: dict[int, tuple[WindowBatch, tuple[torch.Tensor, ...], list[PreparedCommit]]] = {}
 
     @property
     def layer_names(self) -> frozenset[str]:
@@ -202,7 +146,8 @@ class Window:
             raise WindowStateError("begin: the window batch before was neither committed nor aborted")
         self.batch = batch
         self._state = _State.OPEN
-        if batch.mode is Mode.COW:
+        self.staging = batch.mode is Mode.STAGE
+        if not self.staging:
             self._logs = [
                 group_ops.log(batch.slots[group.slot_key], batch.query_start_loc)
                 for group, group_ops in zip(self.groups, self._ops, strict=True)
@@ -224,6 +169,7 @@ class Window:
             raise WindowStateError(f"stage {name}: no window batch is being staged")
         if name in self._sources:
             raise WindowStateError(f"stage {name}: the layer was staged already in this step")
+        assert isinstance(self._sources, dict)
         self._sources[name] = (key, value)
         assert self.batch is not None
         if self.batch.early is not None:
@@ -268,7 +214,7 @@ class Window:
         """Take the keys and values of the open batch from a graph that is about to be replayed."""
         if not self.staging or self._sources:
             raise WindowStateError("adopt: the open batch is not staged, or was staged in part")
-        self._sources = dict(captured.sources)
+        self._sources = captured.sources
         self._tables = captured.tables
 
     def commit(self, rejected: torch.Tensor) -> None:
@@ -283,9 +229,30 @@ class Window:
 
         """
         batch = self._require_open("commit")
-        if self._state is _State.OPEN:
+        if self.staging:
+            for prepared in self._commits_of(batch):
+                prepared(rejected)
+        elif self._state is _State.OPEN:
             self.finish(self._held(batch), rejected)
         self._close()
+
+    def _commits_of(self, batch: WindowBatch) -> list[PreparedCommit]:
+        """Return the commits of the open batch; those of a captured graph's are prepared once."""
+        tables = self._tables
+        if not tables:
+            return self._prepare(batch, self._tables_of(self._sources))
+        known = self._prepared.get(id(batch))
+        if known is None or known[0] is not batch or known[1] is not tables:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            known = self._prepared[id(batch)] = (batch, tables, self._prepare(batch, tables))
+        return known[2]
+
+    def _prepare(self, batch: WindowBatch, tables: Sequence[torch.Tensor]) -> list[PreparedCommit]:
+        return [
+            group_ops.prepared(table, batch.slots[group.slot_key], batch.query_start_loc)
+            for group, group_ops, table in zip(self.groups, self._ops, tables, strict=True)
+        ]
 
     def release(self, *, copy: bool) -> HeldBatch:
         """Take the open batch out, to be finished in a later step; the window is idle again.
@@ -325,9 +292,8 @@ class Window:
         """
         batch = held.batch
         if batch.mode is Mode.STAGE:
-            for group, group_ops, table in zip(self.groups, self._ops, held.tables, strict=True):
-                slots = batch.slots[group.slot_key]
-                group_ops.commit(table, slots, batch.query_start_loc, rejected)
+            for prepared in self._prepare(batch, held.tables):
+                prepared(rejected)
         else:
             for group, group_ops, log in zip(self.groups, self._ops, held.logs, strict=True):
                 group_ops.restore(log, batch.slots[group.slot_key], batch.query_start_loc, rejected)
@@ -382,6 +348,7 @@ class Window:
         if self._state is _State.DIRECT:
             return
         self._state = _State.DIRECT
+        self.staging, self.finished_direct = False, True
         sources, self._sources = self._sources, {}
         self._write(sources, batch)
 
@@ -408,6 +375,7 @@ class Window:
     def _close(self) -> None:
         self.batch = None
         self._state = _State.IDLE
+        self.staging = self.finished_direct = False
         self._sources = {}
         self._tables = ()
         self._logs = []

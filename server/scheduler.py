@@ -14,6 +14,8 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.request import Request
 
 from nwor.config import NworConfig
 from nwor.engine.figures import snapshot
@@ -23,19 +25,35 @@ from nwor.engine.scheduler import NworScheduling
 class _Reporting(Scheduler):
     """Adds the figures to the steps of requests that a stop string may end."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._with_stop_strings: set[str] = set()
+
+    def add_request(self, request: Request) -> None:
+        """Take in a request."""
+        super().add_request(request)
+        sampling = request.sampling_params
+        if sampling is not None and sampling.stop and request.spec_decode_metrics is not None:
+            self._with_stop_strings.add(request.request_id)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._with_stop_strings.discard(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def figures_so_far(self, request: Request) -> RequestSpecDecodeMetrics:
+        """Return a copy of a request's figures: another thread encodes it while the next step counts on."""
+        assert request.spec_decode_metrics is not None
+        return snapshot(request.spec_decode_metrics)
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take in one step's results and return the outputs for each front end, as vLLM does."""
         answers: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
+        if not self._with_stop_strings:
+            return answers
         for answer in answers.values():
             for output in answer.outputs:
-                # Requests that ended here are gone from the table, and their figures are in place.
-                request = self.requests.get(output.request_id)
-                if request is None or output.spec_decode_metrics is not None:
-                    continue
-                figures, sampling = request.spec_decode_metrics, request.sampling_params
-                if figures is not None and sampling is not None and sampling.stop:
-                    # A copy: another thread encodes it while the next step counts on.
-                    output.spec_decode_metrics = snapshot(figures)
+                if output.request_id in self._with_stop_strings and output.spec_decode_metrics is None:
+                    output.spec_decode_metrics = self.figures_so_far(self.requests[output.request_id])
         return answers
 
 
@@ -47,11 +65,20 @@ class ReportingAsyncScheduler(_Reporting, AsyncScheduler):
     """For engines that schedule a step ahead."""
 
 
-class NworReportingScheduler(_Reporting, NworScheduling):
+class _NworReporting(_Reporting, NworScheduling):
+    """The same with NWOR's figures."""
+
+    def figures_so_far(self, request: Request) -> RequestSpecDecodeMetrics:
+        """Return a copy of a request's figures, the latest step's windows counted."""
+        self.settle(request)
+        return super().figures_so_far(request)
+
+
+class NworReportingScheduler(_NworReporting):
     """For engines that wait for each step, with NWOR."""
 
 
-class NworReportingAsyncScheduler(_Reporting, NworScheduling, AsyncScheduler):
+class NworReportingAsyncScheduler(_NworReporting, AsyncScheduler):
     """For engines that schedule a step ahead, with NWOR."""
 
 

@@ -1,6 +1,7 @@
 // Bindings of commit_window, log_slots and restore_slots for CPU tensors.
 #include <torch/csrc/stable/ops.h>
 
+#include "commit_call.h"
 #include "slot_checks.h"
 #include "slots.h"
 
@@ -40,6 +41,37 @@ void for_each_move(const std::vector<Move>& moves, int64_t layers, const F& f) {
   });
 }
 
+// The leading rows of each window that are committed, by its count: of rows to write, or (`rejected`) to leave out.
+std::vector<Move> window_moves(const int32_t* starts, const int64_t* slots, const int32_t* counts, bool rejected,
+                               const SlotArguments& a, int64_t block_size, int64_t num_blocks) {
+  std::vector<Move> moves;
+  for (int64_t i = 0; i < a.batch; ++i) {
+    const int64_t length = starts[i + 1] - starts[i];
+    STD_TORCH_CHECK(counts[i] <= length && (!rejected || counts[i] >= 0), "commit_counts: element ", i, " is ",
+                    counts[i], ", but the window has ", length, " tokens");
+    const int64_t count = rejected ? length - counts[i] : counts[i];
+    for (int64_t row = starts[i]; row < starts[i] + count; ++row) {
+      check_slot(slots[row], row, block_size, num_blocks);
+      if (slots[row] >= 0) moves.push_back({row, slots[row]});
+    }
+  }
+  return moves;
+}
+
+struct LayerScales {
+  const float* scales;
+  int64_t per_layer;
+
+  Scales of(int64_t layer) const { return {scales ? scales + layer * per_layer : nullptr, per_layer > 1}; }
+};
+
+void commit_moves(const LayerRow* table, const std::vector<Move>& moves, int64_t layers, const SlotShape& shape,
+                  Format source, Format cache, const LayerScales& k, const LayerScales& v) {
+  for_each_move(moves, layers, [&](int64_t layer, int64_t row, int64_t to) {
+    commit_token(table[layer], shape, row, to, source, cache, k.of(layer), v.of(layer));
+  });
+}
+
 void commit_window(Tensor layer_table, std::vector<Tensor> caches, Tensor slots, Tensor query_start_loc,
                    std::optional<Tensor> commit_counts, std::optional<Tensor> source_index, int64_t num_kv_heads,
                    int64_t head_size, int64_t block_size, int64_t num_blocks, ScalarType source_dtype,
@@ -62,17 +94,7 @@ void commit_window(Tensor layer_table, std::vector<Tensor> caches, Tensor slots,
   std::vector<Move> moves;
   if (commit_counts) {
     check_vector(*commit_counts, "commit_counts", ScalarType::Int, a.batch, layer_table);
-    const int32_t* counts = commit_counts->const_data_ptr<int32_t>();
-    for (int64_t i = 0; i < a.batch; ++i) {
-      const int64_t length = starts[i + 1] - starts[i];
-      STD_TORCH_CHECK(counts[i] <= length && (!rejected || counts[i] >= 0), "commit_counts: element ", i, " is ",
-                      counts[i], ", but the window has ", length, " tokens");
-      const int64_t count = rejected ? length - counts[i] : counts[i];
-      for (int64_t row = starts[i]; row < starts[i] + count; ++row) {
-        check_slot(slot[row], row, block_size, num_blocks);
-        if (slot[row] >= 0) moves.push_back({row, slot[row]});
-      }
-    }
+    moves = window_moves(starts, slot, commit_counts->const_data_ptr<int32_t>(), rejected, a, block_size, num_blocks);
   } else {
     check_vector(*source_index, "source_index", ScalarType::Int, a.tokens, layer_table, true);
     const int32_t* sources = source_index->const_data_ptr<int32_t>();
@@ -84,14 +106,23 @@ void commit_window(Tensor layer_table, std::vector<Tensor> caches, Tensor slots,
     }
   }
 
-  const auto* table = static_cast<const LayerRow*>(layer_table.const_data_ptr());
-  const float* k = k_scales ? k_scales->const_data_ptr<float>() : nullptr;
-  const float* v = v_scales ? v_scales->const_data_ptr<float>() : nullptr;
-  const SlotShape shape{num_kv_heads, head_size, block_size};
-  for_each_move(moves, a.layers, [&](int64_t layer, int64_t row, int64_t to) {
-    commit_token(table[layer], shape, row, to, source, cache, {k ? k + layer * k_per_layer : nullptr, k_per_layer > 1},
-                 {v ? v + layer * v_per_layer : nullptr, v_per_layer > 1});
-  });
+  const LayerScales k{k_scales ? k_scales->const_data_ptr<float>() : nullptr, k_per_layer};
+  const LayerScales v{v_scales ? v_scales->const_data_ptr<float>() : nullptr, v_per_layer};
+  commit_moves(static_cast<const LayerRow*>(layer_table.const_data_ptr()), moves, a.layers,
+               {num_kv_heads, head_size, block_size}, source, cache, k, v);
+}
+
+void commit(const CommitCall& call, const int32_t* rejected) {
+  constexpr Format kSources[] = {Format::kFloat32, Format::kFloat16, Format::kBFloat16};
+  STD_TORCH_CHECK(call.source >= 0 && call.source < 3 && call.cache >= 0 && call.cache < 3, "commit: is not filled in");
+  const Format source = kSources[call.source];
+  const Format caches[] = {source, Format::kFp8E4M3, Format::kFp8E5M2};
+  const SlotArguments a{call.layers, call.tokens, call.batch, format_bytes(caches[call.cache])};
+  check_windows(call.query_start_loc, a);
+  const auto moves = window_moves(call.query_start_loc, call.slots, rejected, true, a, call.block_size,
+                                  call.num_blocks);
+  commit_moves(call.table, moves, call.layers, {call.num_kv_heads, call.head_size, call.block_size}, source,
+               caches[call.cache], {call.k_scales, call.k_scales_per_layer}, {call.v_scales, call.v_scales_per_layer});
 }
 
 // Draft rows of each window from `first(i)` on whose slots are not negative.
@@ -156,4 +187,16 @@ STABLE_TORCH_LIBRARY_IMPL(nwor, CPU, m) {
   m.impl("commit_window", TORCH_BOX(&nwor::commit_window));
   m.impl("log_slots", TORCH_BOX(&nwor::log_slots));
   m.impl("restore_slots", TORCH_BOX(&nwor::restore_slots));
+}
+
+extern "C" __attribute__((visibility("default"))) const char* nwor_cpu_commit(const nwor::CommitCall* call,
+                                                                              const int32_t* rejected, void*) {
+  thread_local std::string message;
+  try {
+    nwor::commit(*call, rejected);
+    return nullptr;
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
 }

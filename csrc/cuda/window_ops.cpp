@@ -1,4 +1,5 @@
 // Binds commit_window, stage_window, log_slots and restore_slots to their CUDA kernels.
+#include "commit_call.h"
 #include "ops_common.h"
 #include "window_params.h"
 
@@ -197,4 +198,36 @@ STABLE_TORCH_LIBRARY_IMPL(nwor, CUDA, m) {
   m.impl("stage_window", TORCH_BOX(&nwor::stage_window));
   m.impl("log_slots", TORCH_BOX(&nwor::log_slots));
   m.impl("restore_slots", TORCH_BOX(&nwor::restore_slots));
+}
+
+// No Torch on this path: it runs in every step, and its caller knows that nothing has changed but the counts. The
+// current device must be the stream's.
+extern "C" __attribute__((visibility("default"))) const char* nwor_cuda_commit(const nwor::CommitCall* call,
+                                                                               const int32_t* rejected, void* stream) {
+  using namespace nwor;
+  if (call->source < 0 || call->source > 2 || call->cache < 0 || call->cache > 2) return "commit: is not filled in";
+  if (call->tokens == 0) return nullptr;
+  constexpr SourceType kSources[] = {SourceType::kFloat, SourceType::kHalf, SourceType::kBfloat16};
+  CommitParams p{};
+  p.shape.layers = static_cast<int>(call->layers);
+  p.shape.tokens = static_cast<int>(call->tokens);
+  p.shape.batch = static_cast<int>(call->batch);
+  p.shape.num_kv_heads = static_cast<int>(call->num_kv_heads);
+  p.shape.head_size = static_cast<int>(call->head_size);
+  p.shape.block_size = static_cast<int>(call->block_size);
+  p.shape.num_slots = call->block_size * call->num_blocks;
+  p.table = call->table;
+  p.slots = call->slots;
+  p.query_start_loc = call->query_start_loc;
+  p.commit_counts = rejected;
+  p.rejected = true;
+  p.k_scales = call->k_scales;
+  p.v_scales = call->v_scales;
+  p.k_scale_per_head = call->k_scales_per_layer > 1;
+  p.v_scale_per_head = call->v_scales_per_layer > 1;
+  p.source = kSources[call->source];
+  p.is_fp8 = call->cache != 0;
+  p.is_e5m2 = call->cache == 2;
+  const cudaError_t status = launch_commit_window(p, static_cast<cudaStream_t>(stream));
+  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }

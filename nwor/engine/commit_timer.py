@@ -15,7 +15,9 @@ MOST_PENDING = 32
 
 
 class CommitTimer:
-    """Times ``with`` blocks: on a CPU each by the host's clock, on a GPU one of :data:`EVERY` by two events.
+    """Times ``with`` blocks, by the host's clock on a CPU and by two events on a GPU.
+
+    Which ones are timed :meth:`due` says: each on a CPU, one of :data:`EVERY` on a GPU.
 
     Events are read in a later step, once the device has passed them; nobody waits for them.
     """
@@ -28,14 +30,19 @@ class CommitTimer:
         self._open: torch.cuda.Event | None = None
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
+    def due(self) -> bool:
+        """Return whether the next commit is to be timed; asked once for each."""
+        if not self._events:
+            return True
+        self._turn = (self._turn + 1) % EVERY
+        return self._turn == 1
+
     def __enter__(self) -> None:
         if not self._events:
             self._started = time.perf_counter()
             return
-        self._turn += 1
-        if self._turn % EVERY == 1:
-            self._open = torch.cuda.Event(enable_timing=True)
-            self._open.record()
+        self._open = torch.cuda.Event(enable_timing=True)
+        self._open.record()
 
     def __exit__(
         self,
@@ -67,7 +74,10 @@ class CommitTimer:
 
     def drain(self) -> tuple[int, float]:
         """Return how many measurements were completed since the last call, and their sum in seconds."""
-        self._read()
+        if self._pending:
+            self._read()
+        if not self._count:
+            return 0, 0.0
         drained = self._count, self._seconds
         self._count, self._seconds = 0, 0.0
         return drained

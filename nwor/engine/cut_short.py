@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 
 from nwor.engine.freed import FreedRequests
 from nwor.state import RankState
-from nwor.tally import WindowKind, add_bytes
+from nwor.tally import WindowKind
 
 
 class CutShort:
@@ -42,7 +42,7 @@ class CutShort:
             for windows in self._counted.values():
                 for request in freed & windows.keys():
                     assert earlier is not None
-                    add_bytes(self._state.tally.extra, earlier.missing(windows.pop(request)))
+                    self._state.add_bytes(earlier.missing(windows.pop(request)))
 
     def count(self, step: int, windows: Mapping[str, WindowKind]) -> None:
         """Count the windows of a step, by request."""
@@ -52,8 +52,8 @@ class CutShort:
         with self._lock:
             still_open = self._counted.setdefault(step, {})
             for request, kind in windows.items():
-                add_bytes(self._state.tally.extra, earlier.copies(kind))
+                self._state.add_bytes(earlier.copies(kind))
                 if self._freed.since(step, request):
-                    add_bytes(self._state.tally.extra, earlier.missing(kind))
+                    self._state.add_bytes(earlier.missing(kind))
                 else:
                     still_open[request] = kind

@@ -40,11 +40,14 @@ class _CaptureBothModes(CudaGraphManager):
     stage_graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
     stage_sources: dict[BatchExecutionDescriptor, CapturedSources]
     _captured: dict[BatchExecutionDescriptor, dict[str, Source]]
+    _latest: BatchExecutionDescriptor | None
+    _latest_sources: CapturedSources | None
 
     def capture(self, create_forward_fn: ForwardFactory, progress_bar_desc: str = "") -> None:
         """Capture vLLM's graphs, then those of ``stage`` where it is enabled."""
         super().capture(self._holding(create_forward_fn), progress_bar_desc)
         self.stage_graphs, self.stage_sources, self._captured = {}, {}, {}
+        self._latest = self._latest_sources = None
         if self.nwor.window is None or Mode.STAGE not in self.nwor.state.config.modes:
             return
         descs = [desc for desc in self._capture_descs.get(CUDAGraphMode.FULL, []) if self._stageable(desc)]
@@ -137,6 +140,7 @@ class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
         assert isinstance(manager, cls)
         manager.nwor = rank
         manager.stage_graphs, manager.stage_sources, manager._captured = {}, {}, {}
+        manager._latest = manager._latest_sources = None
         return manager
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
@@ -144,12 +148,16 @@ class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
         window = self.nwor.window
         if window is None or not window.staging:
             return super().run_fullgraph(desc)
+        # A decode runs the same graph step after step, and a look-up by value costs as much as all else here.
+        if desc is not self._latest:
+            self._latest, self._latest_sources = desc, self.stage_sources.get(desc)
+        sources = self._latest_sources
         assert window.batch is not None
         # The graphs of `stage` write nothing, so they leave nothing for others of the same step to read.
-        if desc not in self.stage_graphs or window.batch.early is not None:
+        if sources is None or window.batch.early is not None:
             self.nwor.go_direct("graph")
             return super().run_fullgraph(desc)
-        window.adopt(self.stage_sources[desc])
+        window.adopt(sources)
         stock, self.graphs = self.graphs, self.stage_graphs
         try:
             return super().run_fullgraph(desc)

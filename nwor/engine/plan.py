@@ -2,51 +2,159 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from nwor.folding import INT32
 from nwor.modes import Mode
-from nwor.tally import WindowKind
+from nwor.tally import Treatment
+from nwor.window import WindowBatch
+
+#: Shapes of steps that are remembered.
+MOST_KNOWN = 512
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """How the requests of one step are treated.
+class KnownStep:
+    """What is worked out once for all steps of one shape: as many drafts and rows for each request in turn.
+
+    Args:
+        treatment: how the windows of such a step are treated, nothing going wrong.
+        query_lens: rows of each request of the window batch.
 
     Attributes:
-        mode: the mode in force.
-        request_ids: the step's requests in batch order.
-        draft_counts: draft tokens of each request.
-        num_requests: leading requests that form the window batch; 0 where all is direct.
-        num_tokens: rows of those requests.
-        direct_reason: why windows outside the batch are written directly.
-        faulty: whether the batch was written directly after an error.
-        query_lens: rows of each request of the window batch.
-        early: whether rows that are no drafts are written as the layers run; see :func:`takes_over_blocks`.
-        step: number of the step among all of this rank's, verify steps or not.
+        treatment: likewise.
+        query_lens: likewise.
+        windows: requests with draft tokens.
 
     """
 
-    mode: Mode
-    request_ids: Sequence[str]
-    draft_counts: Sequence[int]
-    num_requests: int
-    num_tokens: int
-    direct_reason: str | None
-    faulty: bool = False
-    query_lens: Sequence[int] = ()
-    early: bool = False
-    step: int = 0
+    __slots__ = ("_addresses", "_batch", "query_lens", "treatment", "windows")
+
+    def __init__(self, treatment: Treatment, query_lens: Sequence[int]) -> None:
+        self.treatment = treatment
+        self.query_lens = query_lens
+        self.windows = sum(map(bool, treatment.draft_counts))
+        self._addresses: tuple[int, int, int] | None = None
+        self._batch: WindowBatch | None = None
+
+    def batch(
+        self, query_start_loc: torch.Tensor, slots: Mapping[int, torch.Tensor] | torch.Tensor
+    ) -> WindowBatch:
+        """Return the window batch of such a step; the one before where its tensors lie in the same memory.
+
+        Args:
+            query_start_loc: int32, at least [num_requests + 1], on the device.
+            slots: by slot key, int64, at least [num_tokens]; or int64 [keys, at least num_tokens].
+
+        """
+        addresses = None
+        if isinstance(slots, torch.Tensor):
+            # What a batch refers to is not freed, so nothing else can come to lie at these addresses.
+            addresses = (query_start_loc.data_ptr(), slots.data_ptr(), slots.stride(0))
+            if addresses == self._addresses:
+                assert self._batch is not None
+                return self._batch
+            slots = dict(enumerate(slots))
+        requests, tokens = self.treatment.num_requests, self.treatment.num_tokens
+        batch = WindowBatch(
+            mode=Mode(self.treatment.mode),
+            num_requests=requests,
+            num_tokens=tokens,
+            query_start_loc=leading(query_start_loc, requests + 1),
+            slots={key: leading(value, tokens) for key, value in slots.items()},
+        )
+        if addresses is not None:
+            self._addresses, self._batch = addresses, batch
+        return batch
+
+
+class StepPlan:
+    """How the requests of one step are treated.
+
+    Args:
+        known: what all steps of the same shape have in common.
+        request_ids: the step's requests in batch order.
+        early: whether rows that are no drafts are written as the layers run; see :func:`takes_over_blocks`.
+        step: number of the step among all of this rank's, verify steps or not.
+
+    Attributes:
+        known: likewise.
+        treatment: how the windows are treated; what the shape says, unless something went wrong since.
+        request_ids: likewise.
+        early: likewise.
+        step: likewise.
+
+    """
+
+    __slots__ = ("early", "known", "request_ids", "step", "treatment")
+
+    def __init__(
+        self, known: KnownStep, request_ids: Sequence[str], early: bool = False, step: int = 0
+    ) -> None:
+        self.known = known
+        self.treatment = known.treatment
+        self.request_ids = request_ids
+        self.early = early
+        self.step = step
+
+    @property
+    def mode(self) -> Mode:
+        """The mode in force."""
+        return Mode(self.treatment.mode)
+
+    @property
+    def draft_counts(self) -> Sequence[int]:
+        """Draft tokens of each request."""
+        return self.treatment.draft_counts
+
+    @property
+    def query_lens(self) -> Sequence[int]:
+        """Rows of each request of the window batch, as it was planned."""
+        return self.known.query_lens
+
+    @property
+    def num_requests(self) -> int:
+        """Leading requests that form the window batch; 0 where all is direct."""
+        return self.treatment.num_requests
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of those requests."""
+        return self.treatment.num_tokens
+
+    @property
+    def direct_reason(self) -> str | None:
+        """Why windows outside the batch are written directly."""
+        return self.treatment.outside or None
+
+    @property
+    def faulty(self) -> bool:
+        """Whether the batch was written directly after an error."""
+        return self.treatment.inside == "fault"
+
+    def fail(self) -> None:
+        """Note that the batch was written directly after an error."""
+        self.treatment = self.treatment._replace(inside="fault")
+
+    def go_direct(self, reason: str) -> None:
+        """Note that the whole step is written directly, and why."""
+        self.treatment = self.treatment._replace(num_requests=0, num_tokens=0, outside=reason, held_bytes=0)
+
+
+def int32_bytes(numbers: Sequence[int] | npt.NDArray[Any]) -> bytes:
+    """Return numbers as int32, in bytes; for an int32 array that is one copy."""
+    if type(numbers) is np.ndarray and numbers.dtype is INT32:
+        return numbers.tobytes()
+    return np.asarray(numbers, INT32).tobytes()
 
 
 def leading_windows(query_lens: Sequence[int], longest: int) -> tuple[int, int]:
     """Return how many leading requests are at most ``longest`` rows long, and their rows in all."""
-    if not query_lens or max(query_lens) <= longest:  # most steps
-        return len(query_lens), sum(query_lens)
     requests = tokens = 0
     for rows in query_lens:
         if rows > longest:
@@ -66,43 +174,24 @@ def takes_over_blocks(scheduled: Any) -> bool:
         scheduled: vLLM's ``SchedulerOutput``.
 
     """
+    cached = scheduled.scheduled_cached_reqs
+    if not scheduled.scheduled_new_reqs and not cached.resumed_req_ids:  # most steps
+        return False
     if any(request.num_computed_tokens for request in scheduled.scheduled_new_reqs):
         return True
-    cached = scheduled.scheduled_cached_reqs
     computed = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
     return any(count and request in cached.resumed_req_ids for request, count in computed)
-
-
-def windows_of(
-    plan: StepPlan, accepted: Sequence[int]
-) -> tuple[dict[str, WindowKind], Mapping[WindowKind, int]]:
-    """Return what became of each window of a finished step, and how many there were of each kind.
-
-    Args:
-        plan: how the step's requests were treated.
-        accepted: accepted draft tokens of each of its requests.
-
-    """
-    mode, drafts = plan.mode.value, plan.draft_counts
-    inside, outside = "fault" if plan.faulty else "", plan.direct_reason or ""
-    if plan.num_requests in (0, len(drafts)) and min(drafts) == max(drafts):
-        # Most steps: all requests verify as many drafts, and are treated alike. No line of Python for each.
-        reason = inside if plan.num_requests else outside
-        kinds = [(mode, reason, drafts[0], count) for count in range(drafts[0] + 1)]
-        counted = Counter(accepted)
-        windows = dict(zip(plan.request_ids, map(kinds.__getitem__, accepted), strict=True))
-        return windows, {kinds[count]: times for count, times in counted.items()}
-    windows = {}
-    for index, (request, count) in enumerate(zip(plan.request_ids, drafts, strict=True)):
-        if count:
-            reason = inside if index < plan.num_requests else outside
-            windows[request] = (mode, reason, count, accepted[index])
-    return windows, Counter(windows.values())
 
 
 def leading(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the first rows of a tensor; the tensor itself where it has no others, which costs less."""
     return tensor if tensor.shape[0] == rows else tensor[:rows]
+
+
+def early_batch(plan: StepPlan, batch: WindowBatch, device: torch.device) -> WindowBatch:
+    """Return the batch of a step whose rows that are no drafts are written as the layers run."""
+    drafts = draft_rows(plan, device)
+    return replace(batch, slots=only(drafts, batch.slots), early=only(~drafts, batch.slots))
 
 
 def draft_rows(plan: StepPlan, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from nwor import ops
@@ -19,14 +20,15 @@ from nwor.engine.binding import AttentionParameters, LayerBinding
 from nwor.engine.commit_timer import CommitTimer
 from nwor.engine.cut_short import CutShort
 from nwor.engine.deferral import Deferral, RejectedCounts
-from nwor.engine.plan import StepPlan, draft_rows, leading, leading_windows, only, windows_of
+from nwor.engine.plan import StepPlan, early_batch, int32_bytes
+from nwor.engine.planner import Planner
 from nwor.engine.stages import Stages
 from nwor.engine.support import REASONS, Unsupported, check_engine, check_impl
 from nwor.modes import Mode
 from nwor.self_check import SelfCheck
 from nwor.state import RankState
 from nwor.tally import StepRecord
-from nwor.window import StagedLayer, Window, WindowBatch, group_layers
+from nwor.window import StagedLayer, Window, group_layers
 
 #: Returns K and V views of a layer's cache, or raises Unsupported.
 CacheViews = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
@@ -54,6 +56,7 @@ class Rank:
         self._check: SelfCheck | None = None
         speculative = vllm_config.speculative_config
         self.longest_window = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
+        self._planner = Planner(self.state, self.longest_window)
 
     def bind(
         self,
@@ -84,6 +87,7 @@ class Rank:
             verdict = (found.reason, str(found))
         # A window is staged on all stages or on none: its figures cover them all.
         verdict = self._agree(stages, verdict)
+        self.state.forget_facts()
         if verdict is not None:
             self.state.token_bytes = self.state.source_token_bytes = 0
             self.state.other_token_bytes = self.state.other_source_bytes = 0
@@ -212,8 +216,8 @@ class Rank:
     def plan_step(
         self,
         request_ids: Sequence[str],
-        query_lens: Sequence[int],
-        draft_counts: Sequence[int],
+        query_lens: Sequence[int] | npt.NDArray[Any],
+        draft_counts: Sequence[int] | npt.NDArray[Any],
         early: bool = False,
     ) -> StepPlan | None:
         """Decide, from the scheduler's own record of draft tokens, what this step does.
@@ -228,31 +232,14 @@ class Rank:
             The plan, or None where the step verifies nothing.
 
         """
-        if not any(draft_counts):
+        refusal = None
+        if self.window is None:
+            refusal = self.state.unsupported[0] if self.state.unsupported else "fault"
+        known = self._planner.known(query_lens, draft_counts, refusal)
+        if not known.windows:
             return None
         self.state.steps += 1
-        mode = self.state.mode
-        requests = tokens = 0
-        reason = None
-        if mode is not Mode.OFF:
-            if self.window is None:
-                reason = self.state.unsupported[0] if self.state.unsupported else "fault"
-            else:
-                requests, tokens = leading_windows(query_lens, self.longest_window)
-                if any(draft_counts[requests:]):
-                    reason = "batch_order"
-                    self.state.log_once(reason, REASONS[reason].text)
-        return StepPlan(
-            mode,
-            list(request_ids),
-            list(draft_counts),
-            requests,
-            tokens,
-            reason,
-            query_lens=list(query_lens[:requests]),
-            early=early and mode is Mode.STAGE,
-            step=self._cut_short.step,
-        )
+        return StepPlan(known, list(request_ids), early, self._cut_short.step)
 
     def next_step(self, in_flight: int, freed: AbstractSet[str]) -> None:
         """Take in what the scheduler says of a step, before anything of the step is launched.
@@ -269,46 +256,44 @@ class Rank:
             self.deferral.next_step(in_flight, freed)
 
     def begin(
-        self, plan: StepPlan | None, query_start_loc: torch.Tensor, slots: Mapping[int, torch.Tensor]
+        self,
+        plan: StepPlan | None,
+        query_start_loc: torch.Tensor,
+        slots: Mapping[int, torch.Tensor] | torch.Tensor,
     ) -> None:
         """Open the window batch of a step before its first layer runs.
 
         Args:
             plan: what :meth:`plan_step` returned.
             query_start_loc: int32, at least [num_requests + 1], on the device.
-            slots: by slot key, int64, at least [num_tokens].
+            slots: by slot key, int64, at least [num_tokens]; or int64 [keys, at least num_tokens], the slot
+                mappings of all keys.
 
         """
         self.plan = plan
-        if plan is None or plan.num_requests == 0:
+        if plan is None or not plan.treatment.num_requests:
             return
-        assert self.window is not None
-        batch = WindowBatch(
-            mode=plan.mode,
-            num_requests=plan.num_requests,
-            num_tokens=plan.num_tokens,
-            query_start_loc=leading(query_start_loc, plan.num_requests + 1),
-            slots={key: leading(value, plan.num_tokens) for key, value in slots.items()},
-        )
+        window, state = self.window, self.state
+        assert window is not None
         try:
-            if plan.early:
-                drafts = draft_rows(plan, self.device)
-                batch = replace(batch, slots=only(drafts, batch.slots), early=only(~drafts, batch.slots))
-            self.window.begin(batch)
-            interval = self.state.config.self_check_interval
-            if interval and self.state.steps % interval == 0:
-                self._check = SelfCheck(self.window)
+            batch = plan.known.batch(query_start_loc, slots)
+            if plan.early and batch.mode is Mode.STAGE:
+                batch = early_batch(plan, batch, self.device)
+            window.begin(batch)
+            interval = state.config.self_check_interval
+            if interval and state.steps % interval == 0:
+                self._check = SelfCheck(window)
         except Exception as error:
-            self.state.fail("begin", error)
-            self.window.abort()
-            self.plan = replace(plan, faulty=True)
+            state.fail("begin", error)
+            window.abort()
+            plan.fail()
 
     def go_direct(self, reason: str) -> None:
         """Write the open batch directly although it was planned otherwise, and count why."""
         assert self.plan is not None
         assert self.window is not None
         self.window.finish_direct()
-        self.plan = replace(self.plan, num_requests=0, num_tokens=0, direct_reason=reason)
+        self.plan.go_direct(reason)
         self.state.log_once(reason, REASONS[reason].text)
 
     def finish(self, rejected: torch.Tensor) -> StepPlan | None:
@@ -326,19 +311,24 @@ class Rank:
         self.plan = None
         if plan is None or window is None or window.batch is None:
             return plan
-        rejected = rejected.to(torch.int32)
+        if rejected.dtype is not torch.int32:
+            rejected = rejected.to(torch.int32)
         if window.finished_direct and plan.num_requests:
-            plan = replace(plan, faulty=True)
+            plan.fail()
         check, self._check = self._check, None
         sources = dict(window.sources) if check is not None else {}
         try:
-            with self.timer:
+            if self.timer.due():
+                with self.timer:
+                    window.commit(rejected)
+            else:
                 window.commit(rejected)
         except Exception as error:
             self.state.fail("commit", error)
             window.finish_direct()
             window.abort()
-            return replace(plan, faulty=True)
+            plan.fail()
+            return plan
         if check is not None and plan.num_requests and not plan.faulty:
             check.report(self.state, sources, rejected)
         return plan
@@ -380,35 +370,30 @@ class Rank:
             accepted: accepted draft tokens of each request of the plan, in its order.
 
         Returns:
-            The step's record, with the requests that had draft tokens; None where nothing was verified.
+            The step's record; None where nothing was verified.
 
         """
-        if plan is None:
-            return None
-        state = self.state
-        windows, kinds = windows_of(plan, accepted)
-        state.count(kinds)
-        self._cut_short.count(plan.step, windows)
-        commits, commit_seconds = self.timer.drain()
-        return StepRecord(
-            windows=windows,
-            mode=state.mode.value,
-            switches=state.switches,
-            token_bytes=state.engine_token_bytes,
-            all_windows=state.windows,
-            held_bytes=self._held_bytes(plan),
-            commits=commits,
-            commit_seconds=commit_seconds,
-            earlier=state.earlier,
-        )
+        return None if plan is None else self.account_sampled(plan, [1 + count for count in accepted])
 
-    def _held_bytes(self, plan: StepPlan) -> int:
-        state = self.state
-        if plan.mode is Mode.STAGE:
-            return plan.num_tokens * state.engine_source_bytes
-        if plan.mode is Mode.COW:
-            return (plan.num_tokens - plan.num_requests) * state.engine_token_bytes
-        return 0
+    def account_sampled(self, plan: StepPlan, sampled: Sequence[int] | npt.NDArray[Any]) -> StepRecord:
+        """Count the windows of a finished step.
+
+        Args:
+            plan: what :meth:`finish` returned.
+            sampled: tokens that the step gave each request of the plan, in its order: accepted drafts and one
+                more; 0 or 1 where no draft was accepted.
+
+        """
+        state, treatment = self.state, plan.treatment
+        counts = int32_bytes(sampled)
+        if len(counts) != len(treatment.drafts):
+            raise ValueError("sampled: wanted one number for each request of the plan")
+        state.count(treatment, counts, plan.known.windows)
+        commits, seconds = self.timer.drain()
+        record = StepRecord(plan.request_ids, treatment, counts, state.facts, state.windows, commits, seconds)
+        if state.other_token_bytes:
+            self._cut_short.count(plan.step, record.windows)
+        return record
 
     def drop(self) -> None:
         """Forget an open batch after a failed step; nothing is written."""

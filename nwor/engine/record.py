@@ -9,9 +9,6 @@ from typing import Any
 
 from nwor.tally import StepRecord
 
-#: Name of the attribute on vLLM's ``ModelRunnerOutput``.
-ATTRIBUTE = "nwor"
-
 #: Name of the attribute on vLLM's ``SchedulerOutput``.
 IN_FLIGHT = "nwor_in_flight"
 
@@ -28,13 +25,14 @@ def attach(output: Any, record: StepRecord | None) -> Any:
 
     """
     if record is not None and output is not None:
-        setattr(output, ATTRIBUTE, record)
+        output.nwor = record
     return output
 
 
 def record_of(output: Any) -> StepRecord | None:
     """Return the record that travels with a step's output, if there is one."""
-    return getattr(output, ATTRIBUTE, None)
+    record: StepRecord | None = getattr(output, "nwor", None)
+    return record
 
 
 def announce(scheduler_output: Any, in_flight: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 
 from nwor.config import NworConfig
@@ -71,19 +70,14 @@ class NworRunnerV2(Base):
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Prepare the step's block tables and slots, then open its window batch."""
-        block_tables, slot_mappings = super().prepare_attn(input_batch)
+        prepared = super().prepare_attn(input_batch)
+        rank, plan = self.nwor, None
         drafts = input_batch.num_draft_tokens_per_req
-        plan = None
         if drafts is not None:
-            plan = self.nwor.plan_step(
-                input_batch.req_ids,
-                input_batch.num_scheduled_tokens.tolist(),
-                drafts.tolist(),
-                self._nwor_early,
-            )
-        slots = dict(enumerate(slot_mappings)) if plan is not None and plan.num_requests else {}
-        self.nwor.begin(plan, input_batch.query_start_loc, slots)
-        return block_tables, slot_mappings
+            scheduled = input_batch.num_scheduled_tokens
+            plan = rank.plan_step(input_batch.req_ids, scheduled, drafts, self._nwor_early)
+        rank.begin(plan, input_batch.query_start_loc, prepared[1])
+        return prepared
 
     def postprocess_sampled(
         self,
@@ -136,9 +130,6 @@ class NworRunnerV2(Base):
         def counted() -> Any:
             # Else the output would refer to itself, and its tensors would wait for the garbage collector.
             del output.get_output  # type: ignore[misc]
-            result = get_output()
-            accepted = numpy.maximum(output.num_sampled_tokens_np, 1) - 1
-            record = self.nwor.account(plan, accepted.tolist())
-            return attach(result, record)
+            return attach(get_output(), self.nwor.account_sampled(plan, output.num_sampled_tokens_np))
 
         output.get_output = counted  # type: ignore[method-assign]

@@ -95,6 +95,7 @@ class Libraries:
     """The libraries of this process: the CPU's at once, the CUDA one where PyTorch was built for CUDA."""
 
     def __init__(self) -> None:
+        self._commits: dict[str, Any] = {}
         self.cpu = load(CPU_LIBRARY)
         self._cpu = ctypes.CDLL(str(self.cpu))
         self._cpu.nwor_cpu_verify_workspace_size.argtypes = [ctypes.c_int64] * 2
@@ -119,6 +120,22 @@ class Libraries:
         self._cuda = ctypes.CDLL(str(self.cuda))
         self._cuda.nwor_cuda_verify_workspace_size.argtypes = [ctypes.c_int64] * 6
         self._cuda.nwor_cuda_verify_workspace_size.restype = ctypes.c_int64
+
+    def commit_entry(self, device: torch.device) -> Any:
+        """Return the entry point of ``csrc/commit_call.h`` for a device."""
+        entry = self._commits.get(device.type)
+        if entry is None:
+            # A launch is over in microseconds: giving the interpreter's lock up for it would cost more than
+            # that, and another thread might keep it for milliseconds. The CPU's commit does the work itself.
+            library = ctypes.PyDLL(str(self.cuda)) if device.type == "cuda" else self._cpu
+            name = f"nwor_{device.type}_commit"
+            try:
+                entry = self._commits[device.type] = getattr(library, name)
+            except AttributeError as error:
+                raise LibraryError(f"the library has no {name}; {_REINSTALL}") from error
+            entry.argtypes = [ctypes.c_void_p] * 3
+            entry.restype = ctypes.c_char_p
+        return entry
 
     @property
     def cpu_kernels(self) -> str:

@@ -59,7 +59,7 @@ class StageProbe:
         self._before_and_after(rank.window, "stage", None, self._note_early)
         self._before_and_after(rank.window, "begin", None, self._note_logs)
         for group_ops in rank.window._ops:
-            self._before_and_after(group_ops, "commit", self._note_bytes(group_ops, "commit"), None)
+            self._watch_commits(group_ops)
             self._before_and_after(group_ops, "restore", self._note_bytes(group_ops, "restore"), None)
 
     def probe_stop(self) -> dict[str, Any]:
@@ -81,6 +81,21 @@ class StageProbe:
 
         setattr(owner, name, watched)
         self._undo.append((owner, name))
+
+    def _watch_commits(self, group_ops: Any) -> None:
+        original = group_ops.prepared
+
+        def prepared(*windows: torch.Tensor) -> Any:
+            commit = original(*windows)
+
+            def watched(rejected: torch.Tensor) -> None:
+                self._note(self._note_bytes(group_ops, "commit"), (*windows, rejected), {})
+                commit(rejected)
+
+            return watched
+
+        group_ops.prepared = prepared
+        self._undo.append((group_ops, "prepared"))
 
     def _note(self, watch: Any, args: Any, kwargs: Any) -> None:
         # An error here would end one stage, and the other would wait for it for ever.

@@ -28,12 +28,12 @@ class SlotProbe:
                 # Poison first: a slot that is not written keeps a pattern that no computed value has.
                 for layer in self._layers.values():
                     cache = layer.kv_cache
-                    rows = next(iter(slots.values()))[: plan.num_tokens]
+                    rows = slots[0][: plan.num_tokens]
                     rows = rows[rows >= 0]
                     block_size = cache.shape[2]
                     cache[rows // block_size, :, rows % block_size] = 12345.0
                 before = {name: layer.kv_cache.clone() for name, layer in self._layers.items()}
-                self._step = (plan, query_start_loc.clone(), dict(slots), before)
+                self._step = (plan, query_start_loc.clone(), slots[0], before)
             begin(plan, query_start_loc, slots)
 
         def watched_finish(rejected: torch.Tensor) -> Any:
@@ -45,7 +45,7 @@ class SlotProbe:
         rank.begin, rank.finish = watched_begin, watched_finish
 
     def _compare(self, rejected: torch.Tensor) -> None:
-        plan, starts, slots, before = self._step
+        plan, starts, rows, before = self._step
         seen = self._seen
         seen["steps"] += 1
         starts = starts.tolist()
@@ -55,7 +55,6 @@ class SlotProbe:
             dropped.extend(range(starts[index + 1] - refused[index], starts[index + 1]))
             seen["rejected"] += refused[index]
             seen["accepted"] += drafts - refused[index]
-        rows = next(iter(slots.values()))
         keep = torch.ones(rows.shape[0], dtype=torch.bool, device=rows.device)
         keep[dropped] = False
         keep[starts[len(plan.draft_counts)] :] = False

@@ -97,16 +97,17 @@ def _measure(llm: Any, mode: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run in a mode and return what the ranks, NWOR's scheduler and vLLM counted meanwhile."""
     scheduler = _core(llm).scheduler
     arrived = {"windows": 0, "accepted": 0, "in_time": 0}
-    original = scheduler._nwor_counted_by_vllm
+    original = scheduler._nwor_take
 
-    def watched(record: Any, output: Any) -> int:
-        in_time: int = original(record, output)
-        arrived["windows"] += len(record.windows)
-        arrived["accepted"] += sum(accepted for _, _, _, accepted in record.windows.values())
-        arrived["in_time"] += in_time  # without windows whose request had ended before its step's results
-        return in_time
+    def watched(record: Any) -> None:
+        for request, (_, _, _, accepted) in record.windows.items():
+            arrived["windows"] += 1
+            arrived["accepted"] += accepted
+            if request in scheduler.requests:  # it had not ended before its step's results
+                arrived["in_time"] += accepted
+        original(record)
 
-    patch.setattr(scheduler, "_nwor_counted_by_vllm", watched)
+    patch.setattr(scheduler, "_nwor_take", watched)
     before, counted_before = llm.collective_rpc("nwor_report"), _counted_by_vllm(llm)
     llm.collective_rpc("count_start")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from nwor.config import NworConfig
 from nwor.modes import Mode
 from nwor.state import RankState
+from nwor.tally import Treatment
 from server import admin, http_errors
 
 KEY = "boss"
@@ -188,7 +190,8 @@ def test_report_shows_ranks_that_disagree() -> None:
 def test_reset_starts_the_counters_anew() -> None:
     engine = Engine(SETTINGS)
     for state in engine.ranks:
-        state.count({("stage", "", 4, 2): 1})
+        drafts, sampled = (array("i", [number]).tobytes() for number in (4, 3))
+        state.count(Treatment("stage", drafts, 1, 5), sampled, windows=1)
     assert call(engine, "GET").json()["counters"]["windows"] == 1
     assert call(engine, "POST", "/admin/nwor/reset-stats").json() == {"reset": True, "ranks": 2}
     assert call(engine, "GET").json()["counters"]["windows"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,12 +12,12 @@ from nwor.config import NworConfig
 from nwor.engine.cut_short import CutShort
 from nwor.engine.deferral import Deferral
 from nwor.engine.freed import FreedRequests, freed_by
-from nwor.engine.plan import StepPlan, takes_over_blocks
+from nwor.engine.plan import KnownStep, StepPlan, takes_over_blocks
 from nwor.engine.record import announce, in_flight_of
 from nwor.errors import WindowStateError
 from nwor.modes import Mode
 from nwor.state import RankState
-from nwor.tally import EarlierStages, Tally
+from nwor.tally import EarlierStages, Tally, Treatment
 from nwor.window import StagedLayer, Window, WindowBatch, group_layers
 
 HEADS, SIZE, BLOCK, LAYERS = 2, 8, 4, 3
@@ -60,7 +61,8 @@ class Stage:
                 self.window.groups[0].layers[index].direct_write(key, -key, batch.slots[0])
 
     def hold(self, mode: Mode = Mode.STAGE, *, copy: bool = False) -> None:
-        plan = StepPlan(mode, REQUESTS, DRAFTS, 3, 10, None, query_lens=LENGTHS)
+        treatment = Treatment(mode.value, np.array(DRAFTS, np.int32).tobytes(), 3, 10)
+        plan = StepPlan(KnownStep(treatment, LENGTHS), REQUESTS)
         self.deferral.hold(plan, None, copy=copy)
 
     def written(self, keys: list[torch.Tensor] | None = None) -> list[int]:

@@ -1,0 +1,85 @@
+"""Deciding what a step does: once for each shape of a step, until what holds for all of them changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nwor.engine.plan import MOST_KNOWN, KnownStep, int32_bytes, leading_windows
+from nwor.engine.support import REASONS
+from nwor.folding import INT32
+from nwor.modes import Mode
+from nwor.state import RankState
+from nwor.tally import Treatment
+
+
+class Planner:
+    """Knows the shapes of the steps so far.
+
+    Args:
+        state: the rank's state.
+        longest_window: rows of the longest window.
+
+    """
+
+    def __init__(self, state: RankState, longest_window: int) -> None:
+        self._state = state
+        self._longest = longest_window
+        self._known: dict[tuple[bytes, bytes], KnownStep] = {}
+        self._latest_key: tuple[bytes, bytes] | None = None
+        self._latest: KnownStep | None = None
+        self._mode: Mode | None = None
+        self._refusal: str | None = None
+
+    def known(
+        self,
+        query_lens: Sequence[int] | npt.NDArray[Any],
+        draft_counts: Sequence[int] | npt.NDArray[Any],
+        refusal: str | None,
+    ) -> KnownStep:
+        """Return what holds for all steps of this shape.
+
+        Args:
+            query_lens: rows of each request.
+            draft_counts: draft tokens of each; its last rows.
+            refusal: why nothing can be staged; None where it can.
+
+        """
+        key = int32_bytes(query_lens), int32_bytes(draft_counts)
+        if self._mode is not self._state.mode or self._refusal != refusal:
+            self._known.clear()
+            self._mode, self._refusal = self._state.mode, refusal
+        elif key == self._latest_key:  # comparing costs less than hashing
+            assert self._latest is not None
+            return self._latest
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            known = self._known[key] = self._work_out(*key)
+        self._latest_key, self._latest = key, known
+        return known
+
+    def _work_out(self, query_bytes: bytes, drafts: bytes) -> KnownStep:
+        state = self._state
+        query_lens: list[int] = np.frombuffer(query_bytes, INT32).tolist()
+        draft_counts = np.frombuffer(drafts, INT32)
+        requests = tokens = 0
+        reason = ""
+        if state.mode is not Mode.OFF:
+            reason = self._refusal or ""
+            if not reason:
+                requests, tokens = leading_windows(query_lens, self._longest)
+                if draft_counts[requests:].any():
+                    reason = "batch_order"
+                    state.log_once(reason, REASONS[reason].text)
+        held = 0
+        if requests and state.mode is Mode.STAGE:
+            held = tokens * state.engine_source_bytes
+        elif requests:
+            held = (tokens - requests) * state.engine_token_bytes
+        treatment = Treatment(state.mode.value, drafts, requests, tokens, outside=reason, held_bytes=held)
+        return KnownStep(treatment, query_lens[:requests])

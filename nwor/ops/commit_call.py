@@ -1,0 +1,153 @@
+"""A commit prepared once and launched in each step: the library's own entry point, past torch's dispatcher.
+
+``commit_window`` is called with every layer's cache, which is what it declares as mutated and what costs its
+caller most. A commit of windows whose places stay the same, as under CUDA graphs, differs from the one before
+by its counts alone. The entry point takes the address of a block of arguments that is filled in once; its C
+side is ``csrc/commit_call.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from nwor.ops import checks
+from nwor.ops.layer_table import COLUMNS
+from nwor.ops.registry import LIBRARIES
+
+_SOURCES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_CACHES = {"auto": 0, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 2}
+
+_POINTERS = ("table", "slots", "query_start_loc", "k_scales", "v_scales")
+_NUMBERS = (
+    "layers",
+    "tokens",
+    "batch",
+    "num_kv_heads",
+    "head_size",
+    "block_size",
+    "num_blocks",
+    "k_scales_per_layer",
+    "v_scales_per_layer",
+    "source",
+    "cache",
+)
+
+
+class _CommitCall(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+    )
+
+
+class PreparedCommit:
+    """Writes each window of a batch but its rejected tokens, all layers of a table in one launch.
+
+    Calling it does what ``commit_window`` does with ``rejected_counts``, to the byte. The tensors given here
+    are kept alive; their contents are read in each call, and so is the memory that the table points to.
+
+    Args:
+        layer_table: int64 [L, 16] from :func:`make_layer_table`.
+        slots: int64 [T]; as for ``commit_window``, like all that follow.
+        query_start_loc: int32 [B + 1].
+        num_kv_heads: KV heads of every layer.
+        head_size: elements of a head.
+        block_size: tokens of a block.
+        num_blocks: blocks of a cache.
+        source_dtype: dtype of the sources.
+        kv_cache_dtype: "auto" or an fp8 kind.
+        k_scales: float32 [L], [L, 1] or [L, num_kv_heads]; None stands for 1.
+        v_scales: likewise for values.
+
+    Raises:
+        TypeError, ValueError: if an argument is wrong; the message names it.
+
+    """
+
+    __slots__ = ("_address", "_batch", "_device", "_kept", "_launch")
+
+    def __init__(
+        self,
+        layer_table: torch.Tensor,
+        slots: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        *,
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        num_blocks: int,
+        source_dtype: torch.dtype,
+        kv_cache_dtype: str,
+        k_scales: torch.Tensor | None,
+        v_scales: torch.Tensor | None,
+    ) -> None:
+        device = layer_table.device
+        LIBRARIES.require(device)
+        layers = layer_table.shape[0]
+        checks.dtype("layer_table", layer_table, torch.int64)
+        checks.shape("layer_table", layer_table, (layers, COLUMNS))
+        if not layer_table.is_contiguous():
+            raise ValueError(f"layer_table: strides are {list(layer_table.stride())}, wanted [{COLUMNS}, 1]")
+        checks.vector("slots", slots, torch.int64, device)
+        checks.vector("query_start_loc", query_start_loc, torch.int32, device, at_least=1)
+        if source_dtype not in _SOURCES:
+            raise TypeError(f"source_dtype: is {source_dtype}, wanted float32, float16 or bfloat16")
+        if kv_cache_dtype not in _CACHES:
+            raise ValueError(f"kv_cache_dtype: is {kv_cache_dtype!r}, wanted one of {', '.join(_CACHES)}")
+        shapes = ((layers,), (layers, 1), (layers, num_kv_heads))
+        checks.scales("k_scales", k_scales, device, shapes)
+        checks.scales("v_scales", v_scales, device, shapes)
+        self._batch = query_start_loc.shape[0] - 1
+        call = _CommitCall(
+            table=layer_table.data_ptr(),
+            slots=slots.data_ptr(),
+            query_start_loc=query_start_loc.data_ptr(),
+            k_scales=None if k_scales is None else k_scales.data_ptr(),
+            v_scales=None if v_scales is None else v_scales.data_ptr(),
+            layers=layers,
+            tokens=slots.shape[0],
+            batch=self._batch,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            k_scales_per_layer=_per_layer(k_scales),
+            v_scales_per_layer=_per_layer(v_scales),
+            source=_SOURCES[source_dtype],
+            cache=_CACHES[kv_cache_dtype],
+        )
+        self._address = ctypes.addressof(call)
+        self._kept = (call, layer_table, slots, query_start_loc, k_scales, v_scales)
+        self._device = device.index if device.type == "cuda" else -1
+        self._launch = LIBRARIES.commit_entry(device)
+
+    def __call__(self, rejected: torch.Tensor) -> None:
+        """Commit; on CUDA on the current stream, without waiting. The current device must be the table's.
+
+        Args:
+            rejected: int32 [at least B], contiguous, on the table's device: tokens at the end of each window
+                that are not written.
+
+        Raises:
+            TypeError, ValueError: if ``rejected`` is not that.
+            RuntimeError: on CUDA if the launch fails; on a CPU for counts, slots and rows out of range,
+                before anything is written.
+
+        """
+        if rejected.dtype is not torch.int32:
+            raise TypeError(f"rejected: dtype is {rejected.dtype}, wanted torch.int32")
+        if rejected.numel() < self._batch or not rejected.is_contiguous():
+            raise ValueError(f"rejected: wanted at least {self._batch} contiguous elements")
+        index = rejected.get_device()
+        if index != self._device:
+            raise ValueError(f"rejected: is on {rejected.device}, not on the layer table's device")
+        stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else None
+        message = self._launch(self._address, rejected.data_ptr(), stream)
+        if message is not None:
+            raise RuntimeError(f"commit: {message.decode()}")
+
+
+def _per_layer(scales: torch.Tensor | None) -> int:
+    return 1 if scales is None or scales.dim() == 1 else scales.shape[1]
