@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from nwor.config import NworConfig
 from nwor.engine.figures import snapshot
-from nwor.engine.scheduler import NworScheduling
+from nwor.engine.scheduler import NworAsyncScheduler, NworScheduler
 
 
 class _Reporting(Scheduler):
@@ -47,11 +47,11 @@ class ReportingAsyncScheduler(_Reporting, AsyncScheduler):
     """For engines that schedule a step ahead."""
 
 
-class NworReportingScheduler(_Reporting, NworScheduling):
+class NworReportingScheduler(_Reporting, NworScheduler):
     """For engines that wait for each step, with NWOR."""
 
 
-class NworReportingAsyncScheduler(_Reporting, NworScheduling, AsyncScheduler):
+class NworReportingAsyncScheduler(_Reporting, NworAsyncScheduler):
     """For engines that schedule a step ahead, with NWOR."""
 
 
