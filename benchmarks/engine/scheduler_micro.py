@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
 
@@ -36,7 +37,9 @@ def fill(drive: Drive, setup: Setup, turn: int, context: int, length: int) -> No
     for number in range(setup.requests):
         name = f"{turn}-{number}"
         prompt = [2 + (number * 7 + position) % 997 for position in range(context)]
-        drive.scheduler.add_request(make_request(drive.scheduler, name, prompt, length))
+        drive.scheduler.add_request(
+            make_request(drive.scheduler, name, prompt, SamplingParams(max_tokens=length))
+        )
     while drive.scheduler.waiting or any(request.is_prefill_chunk for request in drive.scheduler.running):
         drive.make()
         drive.take()

@@ -10,12 +10,14 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.config import (
     CacheConfig,
+    KVEventsConfig,
     ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
@@ -52,6 +54,9 @@ class Setup:
         length: most tokens of a request.
         caching: whether there is a prefix cache.
         window: tokens of a sliding window of a second group of layers; 0 is one group of full attention.
+        policy: "fcfs" or "priority".
+        stages: pipeline stages, of which the scheduler only sees how far apart a request's steps have to be.
+        events: whether changes of the prefix cache are told.
         settings: NWOR's settings; None is an engine that did not ask for it.
 
     """
@@ -66,14 +71,24 @@ class Setup:
     length: int = 4096
     caching: bool = True
     window: int = 0
+    policy: str = "fcfs"
+    stages: int = 1
+    events: bool = False
     settings: dict[str, Any] | None = None
 
 
-class _NoGrammar:
-    """Stands in for the manager of structured outputs."""
+class Grammar:
+    """Stands in for the manager of structured outputs.
+
+    Attributes:
+        forbidden: a token that ends any request.
+
+    """
+
+    forbidden: int | None = None
 
     def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
-        return True
+        return self.forbidden not in new_token_ids
 
     def validate_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
         return token_ids
@@ -112,7 +127,9 @@ def make_scheduler(folder: Path, setup: Setup, create: Callable[..., Scheduler])
             max_num_batched_tokens=setup.tokens,
             max_model_len=setup.length,
             is_encoder_decoder=False,
+            policy=setup.policy,
         ),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=setup.events, publisher="null"),
         observability_config=ObservabilityConfig(
             per_request_spec_decode_metrics="summary" if setup.drafts else "none"
         ),
@@ -129,20 +146,29 @@ def make_scheduler(folder: Path, setup: Setup, create: Callable[..., Scheduler])
     scheduler = create(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(setup.blocks, [], groups),
-        structured_output_manager=_NoGrammar(),
+        structured_output_manager=Grammar(),
         block_size=setup.block_size,
+        include_finished_set=True,
         log_stats=True,
     )
     scheduler.use_v2_model_runner = setup.runner_v2
+    if setup.stages > 1:
+        scheduler.use_pp = True
+        scheduler.pp_size = scheduler.decode_stagger = setup.stages
     return scheduler
+
+
+@cache
+def _hasher(block_size: int) -> Callable[[Request], Any]:
+    """An engine has one for all of its requests."""
+    return get_request_block_hasher(block_size, sha256)
 
 
 def make_request(
     scheduler: Scheduler,
     name: str,
     prompt: list[int],
-    max_tokens: int,
-    stop: list[int] | None = None,
+    sampling: SamplingParams,
     **more: Any,
 ) -> Request:
     """Build a request for a scheduler; a prefix cache decides whether its blocks are hashed.
@@ -151,16 +177,13 @@ def make_request(
         scheduler: whose request it will be.
         name: its id.
         prompt: token ids.
-        max_tokens: most output tokens.
-        stop: tokens that stop it, beside :data:`EOS`.
-        more: further sampling parameters.
+        sampling: how it is sampled; :data:`EOS` ends it.
+        more: what else a request may have.
 
     """
-    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, **more)
     sampling.update_from_generation_config({}, EOS)
-    size = scheduler.hash_block_size
-    hasher = get_request_block_hasher(size, sha256) if scheduler.cache_config.enable_prefix_caching else None
-    return Request(name, list(prompt), sampling, None, arrival_time=0.0, block_hasher=hasher)
+    hasher = _hasher(scheduler.hash_block_size) if scheduler.cache_config.enable_prefix_caching else None
+    return Request(name, list(prompt), sampling, None, arrival_time=0.0, block_hasher=hasher, **more)
 
 
 @dataclass
@@ -170,7 +193,6 @@ class Drive:
     Attributes:
         scheduler: the scheduler.
         seed: what the results follow from.
-        ahead: steps that are made before the first result comes.
         acceptance: how likely a draft token is accepted, given that those before it were.
         vocabulary: sampled tokens lie below, and not below 2; :data:`EOS` comes with ``eos``.
         eos: how likely a sampled token is :data:`EOS`.
@@ -180,19 +202,23 @@ class Drive:
 
     scheduler: Scheduler
     seed: int = 0
-    ahead: int = 1
     acceptance: float = 0.6
     vocabulary: int = 1000
     eos: float = 0.0
     steps: int = 0
     _under_way: deque[tuple[Any, ModelRunnerOutput]] = field(default_factory=deque)
 
-    def make(self) -> Any:
+    def make(self, *args: Any) -> Any:
         """Schedule a step and return it; :meth:`take` will bring its result."""
         self.steps += 1
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(*args)
         self._under_way.append((output, self.answer(output)))
         return output
+
+    @property
+    def latest(self) -> tuple[Any, ModelRunnerOutput]:
+        """The step made last and its result, which has not been brought."""
+        return self._under_way[-1]
 
     def take(self) -> Any:
         """Bring the result of the oldest step under way and return the scheduler's outputs."""

@@ -7,19 +7,41 @@ is not plainly such a step goes to the stock methods.
 
 from __future__ import annotations
 
+import sys
+from types import FunctionType
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import (
     HybridKVCacheCoordinator,
+    KVCacheCoordinator,
     KVCacheCoordinatorNoPrefixCache,
     UnitaryKVCacheCoordinator,
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+)
 from vllm.v1.request import Request, RequestStatus
 
+_GROUPS = (FullAttentionManager, SlidingWindowManager)
 _COORDINATORS = (UnitaryKVCacheCoordinator, HybridKVCacheCoordinator, KVCacheCoordinatorNoPrefixCache)
+
+
+def replaced_in(owner: type) -> str | None:
+    """Return a method of a class of vLLM that somebody replaced; None if there is none."""
+    for name, member in vars(owner).items():
+        function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+        if isinstance(function, FunctionType) and not is_of(function, owner.__module__):
+            return f"{owner.__name__}.{name}"
+    return None
+
+
+def is_of(function: Any, module: str) -> bool:
+    """Return whether a function was written in a module; one that wraps it only says so."""
+    return bool(function.__code__.co_filename == sys.modules[module].__file__)
 
 
 def why_not(manager: Any) -> str | None:
@@ -32,7 +54,7 @@ def why_not(manager: Any) -> str | None:
     if not coordinator.single_type_managers:
         return "there is no KV cache"
     for group in coordinator.single_type_managers:
-        if type(group) not in (FullAttentionManager, SlidingWindowManager):
+        if type(group) not in _GROUPS:
             return f"a group of layers has a {type(group).__name__}"
         if type(group.block_pool) is not BlockPool:
             return f"the block pool is a {type(group.block_pool).__name__}"
@@ -43,6 +65,10 @@ def why_not(manager: Any) -> str | None:
         # Such a group enters the prompt's unfinished last block, too.
         if type(group) is FullAttentionManager and group.block_size != group.block_pool.hash_block_size:
             return "blocks are hashed in parts"
+    for kind in (KVCacheManager, KVCacheCoordinator, SingleTypeKVCacheManager, *_COORDINATORS, *_GROUPS):
+        replaced = replaced_in(kind)
+        if replaced is not None:
+            return f"{replaced} is not vLLM's own"
     return None
 
 
@@ -52,6 +78,8 @@ class LeanKVCacheManager(KVCacheManager):
     #: For each group: tokens a block, blocks by request, blocks by request that are in the prefix cache (None
     #: where there is none), requests with a block to copy, and for sliding windows the manager itself.
     _lean_groups: tuple[tuple[int, dict[str, Any], dict[str, int] | None, dict[str, Any], Any], ...]
+    #: Whether every group attends to all tokens, and so keeps every block.
+    _lean_dense: bool
 
     def allocate_slots(
         self,
@@ -120,13 +148,52 @@ class LeanKVCacheManager(KVCacheManager):
                     nothing = False
         return None if nothing else lacking
 
+    def take(self, request: Request, new_tokens: int, lookahead: int) -> KVCacheBlocks:
+        """Do what ``allocate_slots`` does for a running request, once it is known that the blocks are there.
+
+        Args:
+            request: the request.
+            new_tokens: tokens of the step.
+            lookahead: slots for the drafter behind them.
+
+        Returns:
+            The blocks that the request got.
+
+        """
+        request_id, groups = request.request_id, self.coordinator.single_type_managers
+        computed = request.num_computed_tokens
+        end = computed + new_tokens
+        slots = min(end + lookahead, self.max_model_len)
+        if not self._lean_dense:
+            self.coordinator.remove_skipped_blocks(
+                request_id,
+                max(0, computed - request.num_in_flight_tokens),
+                num_prompt_tokens=request.num_prompt_tokens,
+            )
+        new_blocks = tuple([group.allocate_new_blocks(request_id, slots, end) for group in groups])
+        self.cache_blocks(request, min(end, len(request._all_token_ids)))
+        blocks: KVCacheBlocks = self.create_kv_cache_blocks(new_blocks)
+        return blocks
+
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Enter a request's full blocks in the prefix cache, as the stock method does."""
         request_id = request.request_id
         for block_size, _, cached_of, _, _ in self._lean_groups:
             if cached_of is not None and cached_of.get(request_id, 0) < num_computed_tokens // block_size:
-                super().cache_blocks(request, num_computed_tokens)
-                return
+                break
+        else:
+            return
+        if not self._lean_dense:
+            super().cache_blocks(request, num_computed_tokens)
+            return
+        coordinator = self.coordinator
+        for number, group in enumerate(coordinator.single_type_managers):
+            group.cache_blocks(
+                request,
+                coordinator.get_num_cacheable_tokens(num_computed_tokens, number),
+                retention_interval=coordinator.retention_interval,
+                replay_boundaries=(),  # only sliding windows ask where a prompt may be taken up again
+            )
 
 
 def make_lean(manager: KVCacheManager) -> LeanKVCacheManager:
@@ -146,5 +213,8 @@ def make_lean(manager: KVCacheManager) -> LeanKVCacheManager:
             group if type(group) is SlidingWindowManager else None,
         )
         for group in manager.coordinator.single_type_managers
+    )
+    manager._lean_dense = all(
+        type(group) is FullAttentionManager for group in manager.coordinator.single_type_managers
     )
     return manager

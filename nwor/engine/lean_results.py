@@ -10,10 +10,11 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from vllm.distributed.kv_events import KVEventBatch
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import remove_all
@@ -23,14 +24,15 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-logger = logging.getLogger("vllm.nwor.scheduler")
+from nwor.engine.lean_blocks import is_of
 
-_HASHER = get_request_block_hasher(1, bytes).__code__
+logger = logging.getLogger("vllm.nwor.scheduler")
 
 
 class LeanResults(Scheduler):
     """Mixin right before vLLM's ``Scheduler``; :class:`nwor.engine.lean_scheduling.LeanScheduling` has it."""
 
+    running: list[Request]
     #: Whether the short ways for a request are taken, and those for whole steps.
     _lean = _lean_steps = False
     _lean_hasher: Callable[[Request], Any] | None = None
@@ -90,6 +92,11 @@ class LeanResults(Scheduler):
         stats: SpecDecodingStats | None = None
         stopped_running: set[Request] = set()
         stopped_preempted: set[Request] = set()
+        # What a scheduler does with a request's tokens, where its class is known to do no more than that.
+        update = type(self)._update_request_with_output
+        ahead = update is AsyncScheduler._update_request_with_output
+        inline = ahead or update is LeanResults._update_request_with_output
+        cache_blocks = self.kv_cache_manager.cache_blocks
         for request_id, scheduled in step.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             if request is None:
@@ -120,7 +127,17 @@ class LeanResults(Scheduler):
             if not tokens:
                 continue
             status = request.status
-            tokens, stopped = self._update_request_with_output(request, tokens, is_stale=stale)
+            if inline and self._lean_goes_on(request, tokens):
+                stopped = False
+                self._lean_append(request, tokens)
+                if ahead:
+                    if not stale:
+                        request.num_output_placeholders -= len(tokens)
+                        assert request.num_output_placeholders >= 0
+                    if status == RequestStatus.RUNNING:
+                        cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
+            else:
+                tokens, stopped = self._update_request_with_output(request, tokens, is_stale=stale)
             if not self.structured_output_manager.accept_tokens(request, tokens):
                 logger.error("The grammar of request %s rejects tokens %s, which end it", request_id, tokens)
                 request.status = RequestStatus.FINISHED_ERROR
@@ -170,6 +187,11 @@ class LeanResults(Scheduler):
                 request, new_token_ids, is_stale
             )
             return result
+        self._lean_append(request, new_token_ids)
+        return new_token_ids, False
+
+    def _lean_append(self, request: Request, new_token_ids: list[int]) -> None:
+        """Append tokens that do not end a request."""
         tokens = request._all_token_ids
         tokens.extend(new_token_ids)
         request._output_token_ids.extend(new_token_ids)
@@ -178,7 +200,6 @@ class LeanResults(Scheduler):
             and len(tokens) >= (len(request.block_hashes) + 1) * self.hash_block_size
         ):
             request.update_block_hashes()
-        return new_token_ids, False
 
     def _lean_goes_on(self, request: Request, new_token_ids: list[int]) -> bool:
         """Return whether a request surely goes on after these tokens, and may have all of them at once."""
@@ -203,10 +224,10 @@ class LeanResults(Scheduler):
 
     def _lean_knows(self, hasher: Any) -> bool:
         """Return whether a hasher is vLLM's, for blocks of the size that this scheduler has."""
-        if getattr(hasher, "__code__", None) is not _HASHER:
+        if not isinstance(hasher, FunctionType) or not is_of(hasher, "vllm.v1.core.kv_cache_utils"):
             return False
-        cells = dict(zip(hasher.__code__.co_freevars, hasher.__closure__, strict=True))
-        if cells["hash_block_size"].cell_contents != self.hash_block_size:
+        cells = dict(zip(hasher.__code__.co_freevars, hasher.__closure__ or (), strict=True))
+        if "hash_block_size" not in cells or cells["hash_block_size"].cell_contents != self.hash_block_size:
             return False
         self._lean_hasher = hasher
         return True

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import scheduler as stock
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -24,26 +24,26 @@ from nwor.engine.lean_results import LeanResults
 
 logger = logging.getLogger("vllm.nwor.scheduler")
 
-#: What the short ways stand for; one that somebody replaced has to be called.
-_STANDS_FOR: tuple[tuple[Any, str, str], ...] = (
-    (Scheduler, "schedule", "vllm.v1.core.sched.scheduler"),
-    (Scheduler, "_reserve_prefill_lookahead", "vllm.v1.core.sched.scheduler"),
-    (Scheduler, "_make_cached_request_data", "vllm.v1.core.sched.scheduler"),
-    (Scheduler, "update_from_output", "vllm.v1.core.sched.scheduler"),
-    (Scheduler, "_update_request_with_output", "vllm.v1.core.sched.scheduler"),
-    (Scheduler, "make_spec_decoding_stats", "vllm.v1.core.sched.scheduler"),
-    (stock, "check_stop", "vllm.v1.core.sched.utils"),
-    (Request, "append_output_token_ids", "vllm.v1.request"),
-    (Request, "update_block_hashes", "vllm.v1.request"),
-    (SpecDecodingStats, "observe_draft", "vllm.v1.spec_decode.metrics"),
-)
+
+#: Functions that the short ways stand for, beside methods of the classes below, and where they come from.
+_FUNCTIONS = {
+    (stock, "check_stop"): "vllm.v1.core.sched.utils",
+    (SpecDecodingStats, "observe_draft"): "vllm.v1.spec_decode.metrics",
+}
 
 
 def why_not(scheduler: Scheduler) -> str | None:
     """Return why the short ways do not fit a scheduler; None if they do."""
-    for owner, name, module in _STANDS_FOR:
-        if getattr(owner, name).__module__ != module:
+    for (owner, name), module in _FUNCTIONS.items():
+        if not lean_blocks.is_of(getattr(owner, name), module):
             return f"{name} is not vLLM's own"
+    for owner in (Scheduler, AsyncScheduler, Request):
+        replaced = lean_blocks.replaced_in(owner)
+        if replaced is not None:
+            return f"{replaced} is not vLLM's own"
+    for name in ("_reserve_prefill_lookahead", "_make_cached_request_data"):
+        if getattr(type(scheduler), name) is not getattr(Scheduler, name):
+            return f"{type(scheduler).__name__} has a {name} of its own"
     return lean_blocks.why_not(scheduler.kv_cache_manager)
 
 
@@ -161,9 +161,7 @@ class LeanScheduling(LeanResults):
             if lacking is None:
                 new_block_ids.append(None)
             else:
-                blocks = KVCacheManager.allocate_slots(manager, request, new, num_lookahead_tokens=lookahead)
-                assert blocks is not None, "blocks that were free have gone"
-                new_block_ids.append(blocks.get_block_ids(allow_none=True))
+                new_block_ids.append(manager.take(request, new, lookahead).get_block_ids(allow_none=True))
             if request.spec_token_ids:
                 drafts[request_id] = request.spec_token_ids
                 request.spec_token_ids = []
