@@ -22,9 +22,10 @@ from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from benchmarks.engine.scheduler_rig import Drive, Setup, make_request, make_scheduler
-from nwor.engine.lean_results import enter_drafts
+from nwor.engine.lean_results import LeanResults, enter_drafts
 from nwor.engine.lean_scheduling import LeanScheduling
 from nwor.engine.scheduler import create_scheduler
+from server.scheduler import create_scheduler as create_server_scheduler
 
 PLENTY = Setup(requests=12, blocks=600, block_size=4, length=160, tokens=256, settings={})
 
@@ -49,11 +50,17 @@ def lean_of(folder: Path, setup: Setup) -> Any:
     return make_scheduler(folder, setup, create_scheduler)
 
 
+@pytest.mark.parametrize("create", [create_scheduler, create_server_scheduler])
 @pytest.mark.parametrize("ahead", [True, False])
-def test_the_scheduler_of_an_engine_with_nwor_is_lean_unless_told_otherwise(tmp_path, ahead):
+def test_the_scheduler_of_an_engine_with_nwor_is_lean_unless_told_otherwise(tmp_path, create, ahead):
     setup = replace(PLENTY, ahead=ahead)
-    assert lean_of(tmp_path, setup)._lean_steps
-    plain = lean_of(tmp_path, replace(setup, settings={"lean_host": False}))
+    lean = make_scheduler(tmp_path, setup, create)
+    assert lean._lean_steps
+    # What AsyncScheduler adds stays above the short ways.
+    assert isinstance(lean, AsyncScheduler) == ahead
+    update = AsyncScheduler if ahead else LeanResults
+    assert type(lean)._update_request_with_output is update._update_request_with_output
+    plain = make_scheduler(tmp_path, replace(setup, settings={"lean_host": False}), create)
     assert not plain._lean
     assert not plain._lean_steps
     assert type(plain.kv_cache_manager) is KVCacheManager
