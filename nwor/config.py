@@ -27,12 +27,14 @@ class NworConfig:
         mode: the mode in force after start-up.
         modes: the modes that may be switched to while the engine runs; graphs are captured for each of them.
         self_check_interval: verify the cache invariants on every N-th verify step; 0 turns the check off.
+        lean_host: spare the host work of vLLM's own whose outcome is known beforehand.
 
     """
 
     mode: Mode = Mode.STAGE
     modes: tuple[Mode, ...] = (Mode.OFF, Mode.STAGE, Mode.COW)
     self_check_interval: int = 0
+    lean_host: bool = True
 
     def __post_init__(self) -> None:
         """Check that the settings fit together.
@@ -75,6 +77,8 @@ class NworConfig:
             values["modes"] = tuple(Mode)
         if "self_check_interval" in settings:
             values["self_check_interval"] = _parse_int("self_check_interval", settings["self_check_interval"])
+        if "lean_host" in settings:
+            values["lean_host"] = _parse_bool("lean_host", settings["lean_host"])
         return cls(**values)
 
     @classmethod
@@ -101,6 +105,7 @@ class NworConfig:
             "mode": self.mode.value,
             "modes": [mode.value for mode in self.modes],
             "self_check_interval": self.self_check_interval,
+            "lean_host": self.lean_host,
         }
 
 
@@ -116,4 +121,10 @@ def _parse_modes(value: object) -> tuple[Mode, ...]:
 def _parse_int(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"NWOR setting {name!r} must be a whole number, not {value!r}")
+    return value
+
+
+def _parse_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"NWOR setting {name!r} must be true or false, not {value!r}")
     return value

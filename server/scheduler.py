@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 
 from nwor.config import NworConfig
 from nwor.engine.figures import snapshot
-from nwor.engine.scheduler import NworScheduling
+from nwor.engine.scheduler import NworAsyncScheduler, NworScheduler, NworScheduling
 
 
 class _Reporting(Scheduler):
@@ -74,11 +74,11 @@ class _NworReporting(_Reporting, NworScheduling):
         return super().figures_so_far(request)
 
 
-class NworReportingScheduler(_NworReporting):
+class NworReportingScheduler(_NworReporting, NworScheduler):
     """For engines that wait for each step, with NWOR."""
 
 
-class NworReportingAsyncScheduler(_NworReporting, AsyncScheduler):
+class NworReportingAsyncScheduler(_NworReporting, NworAsyncScheduler):
     """For engines that schedule a step ahead, with NWOR."""
 
 

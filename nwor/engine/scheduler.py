@@ -23,6 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from nwor.engine.figures import EngineFigures, EngineStats, RequestFigures
 from nwor.engine.freed import FreedRequests, freed_by
+from nwor.engine.lean_scheduling import LeanScheduling
 from nwor.engine.record import announce, record_of
 from nwor.engine.window_table import WindowTable
 from nwor.tally import RankFacts, StepRecord, WindowKind, add_bytes
@@ -305,11 +306,11 @@ class NworScheduling(Scheduler):
             logger.error("NWOR's figures do not agree (%s): %s; further ones are only counted", what, detail)
 
 
-class NworScheduler(NworScheduling):
+class NworScheduler(NworScheduling, LeanScheduling):
     """For engines that wait for each step."""
 
 
-class NworAsyncScheduler(NworScheduling, AsyncScheduler):
+class NworAsyncScheduler(NworScheduling, AsyncScheduler, LeanScheduling):
     """For engines that schedule a step ahead."""
 
 

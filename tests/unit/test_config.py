@@ -23,7 +23,12 @@ def test_defaults_are_stage_with_all_modes():
 @pytest.mark.parametrize("mode", list(Mode))
 def test_round_trip_through_plain_json(mode):
     config = NworConfig.from_mapping(
-        {"mode": mode.value, "self_check_interval": 7, "modes": ["off", mode.value]}
+        {
+            "mode": mode.value,
+            "self_check_interval": 7,
+            "modes": ["off", mode.value],
+            "lean_host": False,
+        }
     )
     assert NworConfig.from_mapping(config.to_mapping()) == config
 
@@ -39,6 +44,8 @@ def test_round_trip_through_plain_json(mode):
         ({"self_check_interval": -1}, "0 or more"),
         ({"self_check_interval": True}, "whole number"),
         ({"self_check_interval": 1.5}, "whole number"),
+        ({"lean_host": 1}, "true or false"),
+        ({"lean_host": "false"}, "true or false"),
     ],
 )
 def test_wrong_settings_name_what_is_wanted(settings, word):
