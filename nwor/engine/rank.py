@@ -311,17 +311,11 @@ class Rank:
         self.plan = replace(self.plan, num_requests=0, num_tokens=0, direct_reason=reason)
         self.state.log_once(reason, REASONS[reason].text)
 
-    @property
-    def open(self) -> bool:
-        """Whether a window batch is open, so that :meth:`finish` needs the counts."""
-        return self.window is not None and self.window.batch is not None
-
-    def finish(self, rejected: torch.Tensor | None) -> StepPlan | None:
+    def finish(self, rejected: torch.Tensor) -> StepPlan | None:
         """Commit the open batch, right after rejection sampling and before the drafter runs.
 
         Args:
-            rejected: int32 [at least num_requests] on the device: draft tokens rejected in each window. May
-                be None where no batch is open.
+            rejected: int32 [at least num_requests] on the device: draft tokens rejected in each window.
 
         Returns:
             The step's plan, for :meth:`account` once the counts are on the host; None where nothing was
@@ -332,7 +326,6 @@ class Rank:
         self.plan = None
         if plan is None or window is None or window.batch is None:
             return plan
-        assert rejected is not None
         rejected = rejected.to(torch.int32)
         if window.finished_direct and plan.num_requests:
             plan = replace(plan, faulty=True)

@@ -73,10 +73,8 @@ class NworRunnerV1(NworRunner):
         output = super()._sample(logits, spec_decode_metadata)
         plan = self.nwor.plan
         if plan is not None:
-            rejected = None
-            if self.nwor.open:
-                vocabulary = self.input_batch.vocab_size
-                rejected = rejected_drafts(output.sampled_token_ids, plan.draft_counts, vocabulary)
+            vocabulary = self.input_batch.vocab_size
+            rejected = rejected_drafts(output.sampled_token_ids, plan.draft_counts, vocabulary)
             self._nwor_finished = self.nwor.finish(rejected)
         return output
 
