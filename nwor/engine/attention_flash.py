@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
     FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
 )
 
 from nwor.engine.binding import LayerBinding
@@ -118,13 +119,31 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
         return output
 
 
+class NworFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
+    """The stock builder, which on model runner V1 asks for windows to stand first in the batch.
+
+    V1 orders a batch as its backends ask, and the stock builder asks for nothing; V2 always sorts.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        speculative = self.vllm_config.speculative_config
+        if speculative is not None and not self.vllm_config.use_v2_model_runner:
+            self.reorder_batch_threshold = 1 + speculative.num_speculative_tokens
+
+
 class NworFlashAttentionBackend(FlashAttentionBackend):
-    """The stock backend with the implementation above."""
+    """The stock backend with the classes above."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
         """Return the implementation of a layer."""
         return NworFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        """Return the builder of a step's metadata."""
+        return NworFlashAttentionMetadataBuilder
 
 
 def layer_cache_views(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:

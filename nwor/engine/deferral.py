@@ -145,7 +145,9 @@ class Deferral:
             if not any(alive):
                 return
             rows = [kept for kept, count in zip(alive, plan.query_lens, strict=True) for _ in range(count)]
-            held = held.with_slots(only(upload(rows, held.batch.query_start_loc.device), held.batch.slots))
+            held = held.with_slots(
+                only(upload(rows, torch.bool, held.batch.query_start_loc.device), held.batch.slots)
+            )
             entry.held = held
         try:
             if entry.rejected is None:

@@ -1,8 +1,8 @@
 """Inputs of a step that are what they were in the step before are not copied to the GPU again.
 
-While the same requests decode, model runner V2 sends two small arrays anew in each step (which row of the state
-each request has, and where its logits start): a pinned buffer, a copy into it, and a transfer for each. Nothing
-writes to them on the device, so the tensors of the step before serve as well.
+While the same requests decode, model runner V2 sends two small arrays anew in each step (which row of the
+state each request has, and where its logits start): a pinned buffer, a copy into it, and a transfer for each.
+Nothing writes to them on the device, so the tensors of the step before serve as well.
 """
 
 from __future__ import annotations

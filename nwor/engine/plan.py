@@ -199,13 +199,34 @@ def draft_rows(plan: StepPlan, device: torch.device) -> torch.Tensor:
     rows: list[bool] = []
     for count, drafts in zip(plan.query_lens, plan.draft_counts, strict=False):
         rows += [False] * (count - drafts) + [True] * drafts
-    return upload(rows, device)
+    return upload(rows, torch.bool, device)
 
 
-def upload(rows: list[bool], device: torch.device) -> torch.Tensor:
-    """Return bool [rows] on the device; the host does not wait."""
-    on_host = torch.tensor(rows, dtype=torch.bool, pin_memory=device.type == "cuda")
+def upload(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return [values] on the device; the host does not wait."""
+    on_host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
+
+
+def rejected_drafts(sampled: torch.Tensor, draft_counts: Sequence[int], vocabulary: int) -> torch.Tensor:
+    """Return int32 [requests]: the draft tokens of each request that rejection sampling threw away.
+
+    Computed on the device; the host does not wait.
+
+    Args:
+        sampled: [requests, 1 + most drafts] sampled ids: the accepted drafts and one token more, then -1. A
+            request without drafts has one.
+        draft_counts: draft tokens of each request.
+        vocabulary: ids from here on are no tokens, as vLLM reads its output.
+
+    """
+    valid = ((sampled >= 0) & (sampled < vocabulary)).sum(dim=1, dtype=torch.int32)
+    fewest, most = min(draft_counts), max(draft_counts)
+    if fewest == most:
+        # Most steps; nothing to upload. A row without any valid id has no draft accepted.
+        return (1 + most - valid).clamp_(max=most)
+    drafts = upload(draft_counts, torch.int32, sampled.device)
+    return torch.minimum(1 + drafts - valid, drafts)
 
 
 def only(rows: torch.Tensor, slots: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

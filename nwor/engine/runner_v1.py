@@ -1,64 +1,46 @@
-"""Model runner V1 with windows: what is common to the CPU and to those CUDA engines that run it."""
+"""Model runner V1 with windows: what is common to CUDA and to the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from nwor.config import NworConfig
-from nwor.engine.layers import slot_keys, target_layers
-from nwor.engine.plan import takes_over_blocks
-from nwor.engine.rank import CacheViews, Rank
-from nwor.engine.record import attach
-from nwor.tally import StepRecord
+from nwor.engine.plan import rejected_drafts, takes_over_blocks
+from nwor.engine.runner import NworRunner
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import SamplerOutput
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Base
-else:
-    Base = object
 
 
-class NworRunnerV1(Base):
+class NworRunnerV1(NworRunner):
     """Mixin before vLLM's V1 runner: opens a window batch before the forward pass, commits after sampling.
 
     The scheduler's own record of draft tokens says which requests verify; nothing is inferred from query
-    lengths, so a chunk of a prompt is never taken for a window.
+    lengths, so a chunk of a prompt is never taken for a window. The attention backend asks for verifying
+    requests to stand first, so the windows are the leading part of the batch. The commit is launched right
+    after rejection sampling, before the drafter runs.
     """
 
-    nwor: Rank
     _nwor_scheduled: SchedulerOutput | None = None
-    _nwor_record: StepRecord | None = None
 
-    #: Set by subclasses: the attention implementation that takes part, and how its cache looks.
-    nwor_impl: type
-    nwor_cache_views: CacheViews
-
-    def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
-        """Allocate the cache, then bind the target's layers to it."""
-        super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
-        if is_profiling:
-            return
-        config = NworConfig.from_additional_config(self.vllm_config.additional_config)
-        assert config is not None
-        self.nwor = Rank(self.vllm_config, config, self.device)
-        keys = slot_keys(self.kv_cache_config)
-        self.nwor.bind(target_layers(self), keys, self.nwor_cache_views, self.nwor_impl)
-
-    def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; a window batch left open by an exception is dropped without a write."""
-        self._nwor_scheduled = scheduler_output
         try:
-            return super().execute_model(scheduler_output, intermediate_tensors)
-        except BaseException:
-            self.nwor.drop()
-            raise
+            return super().execute_model(*args, **kwargs)
         finally:
             self._nwor_scheduled = None
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        # The record that the step runs by: where drafts are made on the GPU by n-grams, vLLM has copied the
+        # scheduler's and left out drafts that turned out to be none.
+        self._nwor_scheduled = scheduler_output
+        return super()._prepare_inputs(scheduler_output, *args, **kwargs)
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         scheduled = self._nwor_scheduled
@@ -67,12 +49,13 @@ class NworRunnerV1(Base):
         return super()._model_forward(*args, **kwargs)
 
     def _nwor_begin(self, scheduled: SchedulerOutput) -> None:
-        request_ids = self.input_batch.req_ids
-        query_lens = [scheduled.num_scheduled_tokens[request] for request in request_ids]
         drafts = scheduled.scheduled_spec_decode_tokens
-        draft_counts = [len(drafts.get(request, ())) for request in request_ids]
-        early = takes_over_blocks(scheduled)
-        plan = self.nwor.plan_step(request_ids, query_lens, draft_counts, early)
+        plan = None
+        if drafts:
+            request_ids = self.input_batch.req_ids
+            query_lens = [scheduled.num_scheduled_tokens[request] for request in request_ids]
+            draft_counts = [len(drafts.get(request, ())) for request in request_ids]
+            plan = self.nwor.plan_step(request_ids, query_lens, draft_counts, takes_over_blocks(scheduled))
         slots: dict[int, torch.Tensor] = {}
         if plan is not None and plan.num_requests:
             by_layer = get_forward_context().slot_mapping
@@ -87,33 +70,29 @@ class NworRunnerV1(Base):
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
-        try:
-            output = super()._sample(logits, spec_decode_metadata)
-        except BaseException:
-            self.nwor.drop()
-            raise
+        output = super()._sample(logits, spec_decode_metadata)
         plan = self.nwor.plan
         if plan is not None:
-            drafts = torch.tensor(plan.draft_counts, dtype=torch.int32)
-            self.nwor_finish(output.sampled_token_ids, drafts)
+            vocabulary = self.input_batch.vocab_size
+            rejected = rejected_drafts(output.sampled_token_ids, plan.draft_counts, vocabulary)
+            self._nwor_finished = self.nwor.finish(rejected)
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample, commit and draft; what the windows did goes home with the step's output."""
-        output = super().sample_tokens(grammar_output)
-        record, self._nwor_record = self._nwor_record, None
-        return attach(output, record)
+        """Sample, commit and draft; the counts are read when the output's own copy has arrived."""
+        try:
+            output = super().sample_tokens(grammar_output)
+        except BaseException:
+            self._nwor_drop()
+            raise
+        plan, self._nwor_finished = self._nwor_finished, None
+        if plan is None or output is None:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            self._nwor_account_on_arrival(output, plan)
+            return output
+        return self._nwor_account(output, output, plan)
 
-    def nwor_finish(self, sampled: torch.Tensor, drafts: torch.Tensor) -> None:
-        """Commit the open batch and count it.
-
-        Args:
-            sampled: [requests, 1 + drafts] token ids, -1 (or an id outside the vocabulary) where rejected.
-            drafts: int32 [requests] on the CPU: draft tokens of each request.
-
-        """
-        vocabulary = self.input_batch.vocab_size
-        valid = ((sampled >= 0) & (sampled < vocabulary)).sum(dim=1, dtype=torch.int32)
-        accepted = torch.where(drafts > 0, (valid - 1).clamp_(min=0), 0)
-        plan = self.nwor.finish(drafts - accepted)
-        self._nwor_record = self.nwor.account(plan, accepted.tolist())
+    def _nwor_sampled(self, output: Any, result: Any) -> Sequence[int]:
+        # vLLM has cleared the tokens of requests whose prompt is unfinished; they have no drafts.
+        return [len(tokens) for tokens in result.sampled_token_ids]

@@ -1,55 +1,70 @@
-"""vLLM's model runner V1 on CUDA: runs as it is; each window is counted as direct, with the reason."""
+"""vLLM's model runner V1 on CUDA with windows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from nwor.config import NworConfig
-from nwor.engine.plan import StepPlan
+from nwor.engine.attention_flash import NworFlashAttentionImpl, layer_cache_views
+from nwor.engine.graphs_v1 import NworCUDAGraphWrapper
 from nwor.engine.rank import Rank
-from nwor.engine.record import attach
+from nwor.engine.runner_v1 import NworRunnerV1
 
 
-class NworGPUModelRunnerV1(GPUModelRunner):
-    """The stock runner with a rank that reports the reason ``runner``."""
+class NworGPUModelRunnerV1(NworRunnerV1, GPUModelRunner):
+    """The CUDA runner with windows and with a second set of full graphs."""
 
-    nwor: Rank
-    _nwor_plan: StepPlan | None = None
+    nwor_impl = NworFlashAttentionImpl
+    nwor_cache_views = staticmethod(layer_cache_views)
 
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate the cache; no layer is bound."""
-        super().initialize_kv_cache(*args, **kwargs)
-        config = NworConfig.from_additional_config(self.vllm_config.additional_config)
-        assert config is not None
-        self.nwor = Rank(self.vllm_config, config, self.device)
-        self.nwor.refuse("runner")
+    #: None where the engine has no full graphs.
+    _nwor_graphs: NworCUDAGraphWrapper | None = None
 
-    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one step and note which requests verify in it."""
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        counts = [len(tokens) for tokens in drafts.values()]
-        self._nwor_plan = self.nwor.plan_step(list(drafts), [1 + count for count in counts], counts)
-        return super().execute_model(scheduler_output, *args, **kwargs)
+    def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
+        """Allocate the cache, bind the layers, and take over the graphs before the first is captured."""
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
+        if not is_profiling and isinstance(self.model, CUDAGraphWrapper):
+            self._nwor_graphs = NworCUDAGraphWrapper.adopt(self.model, self.nwor)
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample and draft; the windows are counted when the sampled tokens are on the host."""
-        output = super().sample_tokens(grammar_output)
-        plan, self._nwor_plan = self._nwor_plan, None
-        if plan is None or output is None:
-            return output
-        if not isinstance(output, AsyncModelRunnerOutput):
-            return self._nwor_account(output, plan)
-        get_output = output.get_output
-        output.get_output = lambda: self._nwor_account(get_output(), plan)  # type: ignore[method-assign]
-        return output
+    def _capture_cudagraphs(
+        self,
+        batch_descriptors: Sequence[BatchDescriptor],
+        cudagraph_runtime_mode: CUDAGraphMode,
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        super()._capture_cudagraphs(batch_descriptors, cudagraph_runtime_mode, profiler)
+        graphs = self._nwor_graphs
+        if cudagraph_runtime_mode != CUDAGraphMode.FULL or graphs is None or not graphs.stage.wanted:
+            return
+        # Every request of a uniform batch is a window; a batch of another kind may hold prompts.
+        descs = [desc for desc in batch_descriptors if desc.uniform and desc.num_reqs is not None]
+        if descs and 1 < self.uniform_decode_query_len <= self.nwor.longest_window:
+            with graphs.capture_stage():
+                super()._capture_cudagraphs(descs, cudagraph_runtime_mode, profiler)
 
-    def _nwor_account(self, output: Any, plan: StepPlan) -> Any:
-        accepted = []
-        for request in plan.request_ids:
-            index = output.req_id_to_index.get(request)
-            tokens = [] if index is None else output.sampled_token_ids[index]
-            accepted.append(max(len(tokens) - 1, 0))
-        return attach(output, self.nwor.account(plan, accepted))
+    def _dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        with self._nwor_capture_pass(num_tokens, kwargs):
+            return super()._dummy_run(num_tokens, *args, **kwargs)
+
+    def _nwor_capture_pass(self, num_tokens: int, settings: dict[str, Any]) -> AbstractContextManager[None]:
+        """Return what one pass of a capture has to run within; any other pass runs as it is."""
+        graphs = self._nwor_graphs
+        if graphs is not None and graphs.capturing_stage:
+            return graphs.stage.forward(num_tokens // self.uniform_decode_query_len, num_tokens)
+        # Made after the profiling run, which is a dummy run too.
+        rank: Rank | None = getattr(self, "nwor", None)
+        capturing = settings.get("is_graph_capturing", False)
+        if (
+            rank is not None
+            and rank.window is not None
+            and capturing
+            and settings.get("cudagraph_runtime_mode") == CUDAGraphMode.PIECEWISE
+        ):
+            return rank.window.holding()
+        return nullcontext()

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import torch
 
-from nwor.config import NworConfig
 from nwor.engine.freed import freed_by
-from nwor.engine.layers import slot_keys, target_layers
-from nwor.engine.plan import StepPlan, takes_over_blocks
-from nwor.engine.rank import CacheViews, Rank
-from nwor.engine.record import attach, in_flight_of
-from nwor.engine.stages import Stages
+from nwor.engine.plan import takes_over_blocks
+from nwor.engine.record import in_flight_of
+from nwor.engine.runner import NworRunner
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.async_utils import AsyncOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Base
 else:
     Base = object
 
 
-class NworRunnerV2(Base):
+class NworRunnerV2(NworRunner, Base):
     """Mixin before vLLM's V2 runner: opens a window batch before the forward pass, commits after sampling.
 
     The window batch is opened once a step's inputs are on the device. The batch is sorted with verifying
@@ -31,24 +29,7 @@ class NworRunnerV2(Base):
     windows back until vLLM's own record of the step's counts has come (``PPHandler``).
     """
 
-    nwor: Rank
-    _nwor_finished: StepPlan | None = None
     _nwor_early: bool = False
-
-    #: Set by subclasses: the attention implementation that takes part, and how its cache looks.
-    nwor_impl: type
-    nwor_cache_views: CacheViews
-
-    def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
-        """Allocate the cache, then bind the target's layers to it."""
-        super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
-        config = NworConfig.from_additional_config(self.vllm_config.additional_config)
-        assert config is not None
-        self.nwor = Rank(self.vllm_config, config, self.device)
-        if is_profiling:
-            return
-        keys = slot_keys(self.kv_cache_config)
-        self.nwor.bind(target_layers(self), keys, self.nwor_cache_views, self.nwor_impl, Stages.current())
 
     def finish_requests(self, scheduler_output: Any) -> None:
         """Commit what this step has to find in the cache, then free the requests that have ended.
@@ -59,14 +40,6 @@ class NworRunnerV2(Base):
             self.nwor.next_step(in_flight_of(scheduler_output), freed_by(scheduler_output))
         self._nwor_early = takes_over_blocks(scheduler_output)
         super().finish_requests(scheduler_output)
-
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step; a window batch left open by an exception is dropped without a write."""
-        try:
-            return super().execute_model(*args, **kwargs)
-        except BaseException:
-            self.nwor.drop()
-            raise
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Prepare the step's block tables and slots, then open its window batch."""
@@ -98,7 +71,7 @@ class NworRunnerV2(Base):
                 self.nwor.defer()
             output = super().sample_tokens(grammar_output)
         except BaseException:
-            self.nwor.drop()
+            self._nwor_drop()
             raise
         if not self.is_last_pp_rank:
             if self.nwor.deferral is not None:
@@ -124,12 +97,6 @@ class NworRunnerV2(Base):
 
         self.nwor.expect(rejected)
 
-    def _nwor_account_on_arrival(self, output: AsyncOutput, plan: StepPlan) -> None:
-        get_output = output.get_output
-
-        def counted() -> Any:
-            # Else the output would refer to itself, and its tensors would wait for the garbage collector.
-            del output.get_output  # type: ignore[misc]
-            return attach(get_output(), self.nwor.account_sampled(plan, output.num_sampled_tokens_np))
-
-        output.get_output = counted  # type: ignore[method-assign]
+    def _nwor_sampled(self, output: Any, result: Any) -> Sequence[int] | npt.NDArray[Any]:
+        counts: npt.NDArray[Any] = output.num_sampled_tokens_np
+        return counts

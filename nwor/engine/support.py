@@ -34,7 +34,6 @@ REASONS: dict[str, Reason] = {
     "micro_batching": Reason("start", "two half batches run at once (dual-batch overlap)"),
     "kv_connector": Reason("start", "a KV connector saves the cache layer by layer inside the forward pass"),
     "kv_sharing": Reason("start", "layers read another layer's cache"),
-    "runner": Reason("start", "model runner V1 on CUDA, which vLLM takes where V2 lacks a feature"),
     "attention_backend": Reason("start", "the layer's attention backend is not one that NWOR extends"),
     "attention_feature": Reason(
         "start", "attention that the verify kernel does not compute (ALiBi, non-causal)"

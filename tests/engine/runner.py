@@ -1,6 +1,12 @@
-"""Which of vLLM's model runners the tests of this folder run on: V1, or V2 where NWOR_TEST_RUNNER is "v2".
+"""Which of vLLM's model runners the tests of this folder run on: V1, or what NWOR_TEST_RUNNER names.
 
-Import this before vLLM. Runner V2 is written in Triton, and vLLM takes it on a CPU where Triton has a backend
+That is "v2", or "v1-ahead": V1 with steps scheduled ahead, as on a GPU. Import this before vLLM.
+
+Steps scheduled ahead take streams and events of CUDA, which copy to the host what the device has made.
+Objects that do nothing stand in for them: what would be the device's memory is the host's, and each operation
+has ended when its call returns. What is left is the order of the calls, and which may know which counts.
+
+Runner V2 is written in Triton, and vLLM takes it on a CPU where Triton has a backend
 for CPUs, which is a build of its own. Here Triton's interpreter stands in for that: it runs the same kernels
 over the same tensors, a program at a time. Only ``is_active`` of the backend is ever asked.
 
@@ -13,10 +19,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 VARIABLE = "NWOR_TEST_RUNNER"
 V2 = os.environ.get(VARIABLE) == "v2"
+#: Whether steps are scheduled ahead.
+AHEAD = V2 or os.environ.get(VARIABLE) == "v1-ahead"
 _NAME = "tests.engine.runner"
 #: Whether processes that vLLM starts run V2 too.
 INHERITED = V2 and getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == _NAME
@@ -68,8 +79,31 @@ def schedule_asynchronously() -> None:
     platform.check_and_update_config = classmethod(check_and_update_config)
 
 
+class _NoStream:
+    """Stands in for a stream and for an event."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _done(self, *args: Any) -> None:
+        pass
+
+    record = synchronize = wait = wait_stream = wait_event = _done
+
+
+def _stand_in_for_streams() -> None:
+    torch.Event = _NoStream  # type: ignore[assignment,misc]
+    torch.cuda.Event = torch.cuda.Stream = _NoStream  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = lambda *args: _NoStream()  # type: ignore[assignment,return-value]
+    torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment]
+
+
 if V2:
     _interpret_triton()
+elif AHEAD:
+    _stand_in_for_streams()
 
 if __name__ == "__main__":
     import pytest

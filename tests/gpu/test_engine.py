@@ -1,13 +1,14 @@
 """Claim: on a GPU `stage` and `cow` accept what `off` accepts, and no rejected token changes the cache.
 
-Coverage: the demo model in bfloat16 on model runner V2, with full and piecewise CUDA graphs and without any.
+Coverage: the demo model in bfloat16 on model runners V2 and V1, each with full and piecewise CUDA graphs,
+with piecewise ones only, and without any.
 Tolerance: `cow` gives the tokens of `off`; those of `stage` may part from them where two logits nearly tie,
 nowhere else; acceptance within counting noise; cache slots byte for byte.
 """
 
 from __future__ import annotations
 
-import os
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,19 +26,31 @@ PROMPTS = 128
 NEW_TOKENS = 64
 
 
-@pytest.fixture(scope="module", params=["graphs", "piecewise", "eager"])
+#: Those with "v1" run on model runner V1, the others on V2.
+ENGINES = ["graphs", "piecewise", "eager", "v1-graphs", "v1-piecewise", "v1-eager"]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
+    with pytest.MonkeyPatch.context() as patch:
+        yield from _engine(request.param, patch)
+
+
+def _engine(name: str, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+    patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0" if name.startswith("v1") else "1")
+    from vllm import LLM, envs
 
     from nwor.engine.plugin import register
 
+    envs.disable_envs_cache()  # the engine before this one has frozen what it read
     register()  # what vLLM does by itself where the package is installed
     extra: dict[str, Any] = {}
-    if request.param == "eager":
+    if name.endswith("eager"):
         extra["enforce_eager"] = True
-    elif request.param == "piecewise":
-        extra["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
+    else:
+        mode = "PIECEWISE" if name.endswith("piecewise") else "FULL_AND_PIECEWISE"
+        extra["compilation_config"] = {"cudagraph_mode": mode}
     llm = LLM(
         str(demo.model_path()),
         dtype="bfloat16",
@@ -59,7 +72,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield llm
     llm.llm_engine.engine_core.shutdown()
     del llm
+    gc.collect()
     torch.cuda.empty_cache()
+
+
+def _runner(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def _prompts() -> list[str]:
@@ -130,6 +148,25 @@ def _differences(seen: dict[str, Any], off: dict[str, Any]) -> tuple[float, floa
     return difference, gap
 
 
+def test_full_graphs_of_stage_are_captured_and_replayed(
+    engine: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = request.node.callspec.params["engine"]
+    runner, report = _runner(engine), engine.collective_rpc("nwor_report")[0]
+    assert type(runner).__name__.endswith("V1" if name.startswith("v1") else "V2")
+    print(f"{name}: graphs of stage took {report['capture_seconds']} s, {report['capture_bytes']} bytes")
+    if not name.endswith("graphs"):
+        assert report["capture_seconds"] == 0
+        return
+    assert report["capture_seconds"] > 0
+    stage = (runner._nwor_graphs if name.startswith("v1") else runner.cudagraph_manager).stage
+    take, taken = stage.take, []
+    monkeypatch.setattr(stage, "take", lambda batch: taken.append(take(batch)) or taken[-1])
+    _run(engine, "stage")
+    print(f"{name}: {len(taken)} steps in full graphs, {sum(taken)} in those of stage")
+    assert sum(taken) > 10
+
+
 def test_outputs_and_acceptance(engine: Any) -> None:
     _run(engine, "off")
     off = _delta(engine, "off")
@@ -192,7 +229,7 @@ def test_no_host_synchronization_is_added(engine: Any) -> None:
 
     check = engine.llm_engine.vllm_config.additional_config["nwor"]
     assert check["self_check_interval"] == 5
-    rank = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.nwor
+    rank = _runner(engine).nwor
     object.__setattr__(rank.state.config, "self_check_interval", 0)
     try:
         synchronizations("off")

@@ -1,0 +1,126 @@
+"""A second set of CUDA graphs, for ``stage``, beside vLLM's own: what both model runners do with it alike.
+
+A graph replays kernels, not Python, so what a step does is settled when it is captured. vLLM's graphs write
+the cache; those of this set leave the window where the forward pass made it. Switching the mode is a choice
+between two sets at replay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from vllm.utils.torch_utils import weak_ref_tensors
+
+from nwor.engine.rank import Rank
+from nwor.group import Source
+from nwor.modes import Mode
+from nwor.window import CapturedSources, Window, WindowBatch
+
+#: What vLLM names a graph by.
+Name = TypeVar("Name", bound=Hashable)
+
+
+class StageSet(Generic[Name]):
+    """Where each graph of the set leaves the window's keys and values, and the choice at replay.
+
+    Args:
+        rank: this rank, its layers bound.
+
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._noted: dict[Name, dict[str, Source]] = {}
+        self._sources: dict[Name, CapturedSources] = {}
+        self._latest: tuple[Name, CapturedSources | None] | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the engine may ever stage, so that the set has to be captured."""
+        return self._rank.window is not None and Mode.STAGE in self._rank.state.config.modes
+
+    @property
+    def staging(self) -> bool:
+        """Whether a window batch of mode ``stage`` is open."""
+        return self._rank.window is not None and self._rank.window.staging
+
+    @property
+    def _window(self) -> Window:
+        assert self._rank.window is not None
+        return self._rank.window
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Capture the set within this block: time and memory of it are reported, replays are known after."""
+        device, state = self._rank.device, self._rank.state
+        self.clear()
+        started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+        yield
+        self._sources = {name: self._window.captured(sources) for name, sources in self._noted.items()}
+        self._noted, self._latest = {}, None
+        state.capture_seconds = time.perf_counter() - started
+        state.capture_bytes = free - torch.cuda.mem_get_info(device)[0]
+
+    @contextmanager
+    def forward(self, num_requests: int, num_tokens: int) -> Iterator[None]:
+        """Run one pass of a capture, a warm-up or the captured one, with an open window batch.
+
+        Args:
+            num_requests: requests of the graph's batch, all of which are windows.
+            num_tokens: its rows.
+
+        Raises:
+            RuntimeError: if verify attention failed.
+
+        """
+        batch = WindowBatch(
+            mode=Mode.STAGE,
+            num_requests=num_requests,
+            num_tokens=num_tokens,
+            query_start_loc=torch.empty(0, dtype=torch.int32, device=self._rank.device),
+            slots={},
+        )
+        self._window.begin(batch)
+        try:
+            yield
+            if not self._window.staging:
+                raise RuntimeError("verify attention failed while its graph was captured")
+        finally:
+            self._window.abort()
+
+    def note(self, name: Name) -> None:
+        """Note where the pass that has just been captured left its window."""
+        layers = list(self._window.sources)
+        tensors = [tensor for layer in layers for tensor in self._window.sources[layer]]
+        weak: list[Any] = weak_ref_tensors(tensors)
+        self._noted[name] = dict(zip(layers, zip(weak[::2], weak[1::2], strict=True), strict=True))
+
+    def take(self, name: Name) -> bool:
+        """Settle which set's graph the open batch, which is to be staged, runs in.
+
+        Returns:
+            Whether it is this set's. If not, the batch has become one of direct writes, and is counted so.
+
+        """
+        window = self._window
+        assert window.batch is not None
+        # A decode runs the same graph step after step, and a look-up by value costs as much as all else here.
+        latest = self._latest
+        if latest is None or latest[0] is not name:
+            latest = self._latest = name, self._sources.get(name)
+        sources = latest[1]
+        # The graphs of `stage` write nothing, so they leave nothing for others of the same step to read.
+        if sources is None or window.batch.early is not None:
+            self._rank.go_direct("graph")
+            return False
+        window.adopt(sources)
+        return True
+
+    def clear(self) -> None:
+        """Forget all graphs."""
+        self._noted, self._sources = {}, {}
+        self._latest = None

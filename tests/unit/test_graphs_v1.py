@@ -1,0 +1,240 @@
+"""Model runner V1's second set of full graphs: captured with open windows, chosen by the open batch's mode.
+
+CUDA's graphs are stood in for by objects that remember how they were captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.compilation import cuda_graph
+from vllm.compilation.cuda_graph import CUDAGraphOptions, CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from nwor.engine import graphs_v1, stage_set
+from nwor.engine.graphs_v1 import NworCUDAGraphWrapper
+from nwor.engine.runner_v1_gpu import NworGPUModelRunnerV1
+from nwor.modes import Mode
+from nwor.window import WindowBatch
+from tests.unit.toy_layers import ToyLayers
+
+LONGEST = 4
+#: Graphs of two windows and of one; one of any batch of eight rows; one that is never captured.
+TWO, ONE = BatchDescriptor(8, 2, uniform=True), BatchDescriptor(4, 1, uniform=True)
+MIXED, UNKNOWN = BatchDescriptor(8, 4), BatchDescriptor(12, 3, uniform=True)
+SLOTS = torch.tensor([0, 1, 2, 3, 8, 9, 10, 11])
+
+
+class Graph:
+    """Remembers whether a window was open when it was captured, and each replay."""
+
+    def __init__(self) -> None:
+        self.staged = False
+
+    def replay(self) -> None:
+        Engine.replays.append("stage" if self.staged else "stock")
+
+
+class Engine:
+    """A V1 runner around toy layers, with the wrapper that vLLM would have put around its model."""
+
+    replays: list[str]
+
+    def __init__(self, context: Any) -> None:
+        Engine.replays = []
+        self.toy = ToyLayers(longest=LONGEST)
+        self.context = context
+        self.passes: list[str] = []
+        wrapper: Any = object.__new__(CUDAGraphWrapper)
+        wrapper.runnable = self._model
+        wrapper.vllm_config = wrapper.graph_pool = None
+        wrapper.runtime_mode = CUDAGraphMode.FULL
+        wrapper.is_debugging_mode = False
+        wrapper.cudagraph_options = CUDAGraphOptions()
+        wrapper.concrete_cudagraph_entries = {}
+        self.runner: Any = object.__new__(NworGPUModelRunnerV1)
+        self.runner.nwor, self.runner.model = self.toy.rank, wrapper
+        self.runner.uniform_decode_query_len = LONGEST
+        self.runner.engine = self
+        self.graphs = NworCUDAGraphWrapper.adopt(wrapper, self.toy.rank)
+        self.runner._nwor_graphs = self.graphs
+
+    def _model(self) -> torch.Tensor:
+        window = self.toy.window
+        self.passes.append("stage" if window.staging else "holding" if window.hold is not None else "stock")
+        return self.toy.forward(torch.full((self.context.batch_descriptor.num_tokens,), -1))
+
+    def capture(self) -> None:
+        for mode, descs in ((CUDAGraphMode.PIECEWISE, [MIXED]), (CUDAGraphMode.FULL, [TWO, ONE, MIXED])):
+            self.runner._capture_cudagraphs(descs, mode)
+
+    def step(self, mode: Mode, desc: BatchDescriptor, runtime: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
+        """Run a step of one full window and, where there is room for it, one of two rows."""
+        lengths, drafts = ([4, 2], [3, 1]) if desc.num_tokens > 4 else ([4], [3])
+        rank = self.toy.rank
+        rank.state.switch(mode)
+        plan = rank.plan_step(["a", "b"][: len(lengths)], lengths, drafts)
+        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), 99], dtype=torch.int32)
+        rank.begin(plan, starts, {0: SLOTS})
+        self.context.batch_descriptor, self.context.cudagraph_runtime_mode = desc, runtime
+        self.runner.model()
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    context = SimpleNamespace(batch_descriptor=None, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+    made = Engine(context)
+
+    @contextmanager
+    def capturing(graph: Graph, **kwargs: Any) -> Iterator[None]:
+        graph.staged = made.toy.window.staging
+        yield
+
+    for module in (cuda_graph, graphs_v1):
+        monkeypatch.setattr(module, "get_forward_context", lambda: context)
+        monkeypatch.setattr(module, "is_forward_context_available", lambda: True)
+    for module in (cuda_graph, stage_set):
+        monkeypatch.setattr(module, "weak_ref_tensors", lambda tensors: tensors)
+    monkeypatch.setattr(cuda_graph, "capture_pool", lambda *args: nullcontext())
+    monkeypatch.setattr(cuda_graph, "current_stream", lambda: None)
+    monkeypatch.setattr(cuda_graph, "validate_cudagraph_capturing_enabled", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    free = iter(range(1000, 0, -100))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 1000))
+    monkeypatch.setattr(GPUModelRunner, "_dummy_run", _dummy_run)
+    monkeypatch.setattr(GPUModelRunner, "_capture_cudagraphs", _capture_cudagraphs)
+    return made
+
+
+def _dummy_run(
+    self: Any, num_tokens: int, cudagraph_runtime_mode: CUDAGraphMode, is_graph_capturing: bool = False
+) -> None:
+    self.engine.context.cudagraph_runtime_mode = cudagraph_runtime_mode
+    self.model()
+
+
+def _capture_cudagraphs(self: Any, descs: Any, mode: CUDAGraphMode, profiler: Any = None) -> None:
+    for desc in descs:
+        self.engine.context.batch_descriptor = desc
+        self._dummy_run(desc.num_tokens, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+        self._dummy_run(desc.num_tokens, cudagraph_runtime_mode=mode, is_graph_capturing=True)
+
+
+def test_both_sets_are_captured_each_pass_with_a_window_of_its_own(engine):
+    engine.capture()
+    # A warm-up and a capture of: piecewise MIXED; stock TWO, ONE, MIXED; stage TWO, ONE.
+    assert engine.passes == ["stock", "holding"] + ["stock", "stock"] * 3 + ["stage", "stage"] * 2
+    assert engine.toy.window.batch is None
+    assert set(engine.graphs.concrete_cudagraph_entries) == {TWO, ONE, MIXED}
+    assert set(engine.graphs.stage_entries) == {TWO, ONE}
+    state = engine.toy.rank.state
+    assert state.capture_seconds > 0
+    assert state.capture_bytes == 100
+
+
+def test_no_second_set_where_stage_is_not_enabled(engine):
+    engine.toy.rank.state.config = SimpleNamespace(modes=(Mode.OFF, Mode.COW))
+    engine.capture()
+    assert "stage" not in engine.passes
+    assert engine.graphs.stage_entries == {}
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [(Mode.OFF, "stock"), (Mode.COW, "stock"), (Mode.STAGE, "stage")]
+)
+def test_the_open_window_picks_the_graph(engine, mode, expected):
+    engine.capture()
+    passes = len(engine.passes)
+    engine.step(mode, TWO)
+    assert engine.replays == [expected]
+    assert len(engine.passes) == passes  # replayed, not run
+
+
+def test_a_replayed_window_is_committed_from_where_its_graph_left_it(engine):
+    engine.capture()
+    kept = dict(engine.toy.made)  # of ONE, the last to be captured
+    engine.step(Mode.STAGE, ONE)
+    engine.toy.rank.finish(torch.tensor([2], dtype=torch.int32))
+    assert engine.toy.rank.state.fault is None
+    for name, cache in engine.toy.caches.items():
+        lines = cache.flatten(0, 1)
+        assert torch.equal(lines[:2, 0], kept[name][:2])
+        assert not lines[2:].any()
+
+
+@pytest.mark.parametrize("desc", [UNKNOWN, MIXED])
+def test_a_size_that_was_not_captured_for_stage_is_written_directly(engine, desc):
+    engine.capture()
+    engine.step(Mode.STAGE, desc)
+    assert engine.toy.window.finished_direct
+    plan = engine.toy.rank.finish(torch.zeros(2, dtype=torch.int32))
+    assert plan.direct_reason == "graph"
+    # The wrapper captured what it had none for, as vLLM's does, for direct writes.
+    assert engine.replays == (["stock"] if desc == MIXED else [])
+    assert desc not in engine.graphs.stage_entries
+
+
+def test_a_step_whose_rows_others_of_it_read_is_written_directly(engine, monkeypatch):
+    engine.capture()
+    begin: Callable[[WindowBatch], None] = engine.toy.window.begin
+    monkeypatch.setattr(engine.toy.window, "begin", lambda batch: begin(replace(batch, early=batch.slots)))
+    engine.step(Mode.STAGE, TWO)
+    assert engine.replays == ["stock"]
+    assert engine.toy.rank.finish(torch.zeros(2, dtype=torch.int32)).direct_reason == "graph"
+
+
+@pytest.mark.parametrize("runtime", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
+def test_steps_without_a_full_graph_hand_their_windows_over_as_layers_run(engine, runtime):
+    engine.capture()
+    engine.step(Mode.STAGE, MIXED, runtime)
+    assert engine.replays == []
+    assert engine.passes[-1] == "stage"
+    assert set(engine.toy.window.sources) == set(engine.toy.names)
+
+
+def test_a_failure_while_capturing_is_no_silent_fall_back(engine, monkeypatch):
+    forward = engine.toy.forward
+
+    def failing(slots: torch.Tensor) -> torch.Tensor:
+        output = forward(slots)
+        if engine.toy.window.staging:
+            engine.toy.window._state = type(engine.toy.window._state).DIRECT
+        return output
+
+    monkeypatch.setattr(engine.toy, "forward", failing)
+    with pytest.raises(RuntimeError, match="verify attention failed"):
+        engine.capture()
+    assert engine.toy.window.batch is None
+    assert not engine.graphs.capturing_stage
+
+
+def test_clearing_takes_both_sets(engine):
+    engine.capture()
+    engine.graphs.clear_graphs()
+    assert engine.graphs.concrete_cudagraph_entries == {}
+    assert engine.graphs.stage_entries == {}
+    engine.step(Mode.STAGE, TWO)
+    assert engine.toy.window.finished_direct
+
+
+def test_only_the_wrapper_around_the_model_is_taken_over(engine):
+    again = NworCUDAGraphWrapper.adopt(engine.graphs, engine.toy.rank)
+    assert again is engine.graphs
+
+    class Foreign(CUDAGraphWrapper):
+        pass
+
+    with pytest.raises(TypeError, match="Foreign"):
+        NworCUDAGraphWrapper.adopt(object.__new__(Foreign), engine.toy.rank)
