@@ -28,10 +28,12 @@ class SlotProbe:
                 # Poison first: a slot that is not written keeps a pattern that no computed value has.
                 for layer in self._layers.values():
                     cache = layer.kv_cache
+                    # In fp8, which vLLM keeps as bytes, 448 throughout: no row is made of the largest alone.
+                    poison = 12345.0 if cache.element_size() > 1 else 0x7E
                     rows = next(iter(slots.values()))[: plan.num_tokens]
                     rows = rows[rows >= 0]
                     block_size = cache.shape[2]
-                    cache[rows // block_size, :, rows % block_size] = 12345.0
+                    cache[rows // block_size, :, rows % block_size] = poison
                 before = {name: layer.kv_cache.clone() for name, layer in self._layers.items()}
                 self._step = (plan, query_start_loc.clone(), dict(slots), before)
             begin(plan, query_start_loc, slots)

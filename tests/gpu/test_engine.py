@@ -1,6 +1,7 @@
 """Claim: on a GPU `stage` and `cow` accept what `off` accepts, and no rejected token changes the cache.
 
-Coverage: the demo model in bfloat16 on model runner V2, with full and piecewise CUDA graphs and without any.
+Coverage: the demo model in bfloat16 on model runner V2, with full and piecewise CUDA graphs and without any;
+fp8 caches with the default graphs and without any.
 Tolerance: `cow` gives the tokens of `off`; those of `stage` may part from them where two logits nearly tie,
 nowhere else; acceptance within counting noise; cache slots byte for byte.
 """
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from server import demo
+from tests.gpu import near_ties
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 if not torch.cuda.is_available():
@@ -25,7 +27,7 @@ PROMPTS = 128
 NEW_TOKENS = 64
 
 
-@pytest.fixture(scope="module", params=["graphs", "piecewise", "eager"])
+@pytest.fixture(scope="module", params=["graphs", "piecewise", "eager", "fp8", "fp8-eager"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
@@ -34,7 +36,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     register()  # what vLLM does by itself where the package is installed
     extra: dict[str, Any] = {}
-    if request.param == "eager":
+    if request.param.startswith("fp8"):
+        extra["kv_cache_dtype"] = "fp8"
+    if request.param.endswith("eager"):
         extra["enforce_eager"] = True
     elif request.param == "piecewise":
         extra["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
@@ -70,29 +74,19 @@ def _prompts() -> list[str]:
     ]
 
 
-#: Log-probabilities by token of each step: the most likely few.
-Steps = list[dict[int, float]]
-
-
-def _run(llm: Any, mode: str, batch: int = PROMPTS) -> tuple[list[tuple[int, ...]], list[Steps]]:
+def _run(llm: Any, mode: str, batch: int = PROMPTS) -> tuple[list[tuple[int, ...]], list[near_ties.Steps]]:
     from vllm import SamplingParams
 
     llm.collective_rpc("nwor_set_mode", args=(mode,))
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5)
-    tokens, logprobs = [], []
-    prompts = _prompts()
+    outputs, prompts = [], _prompts()
     for start in range(0, PROMPTS, batch):
-        for output in llm.generate(prompts[start : start + batch], params, use_tqdm=False):
-            choice = output.outputs[0]
-            tokens.append(tuple(choice.token_ids))
-            logprobs.append(
-                [{token: entry.logprob for token, entry in step.items()} for step in choice.logprobs]
-            )
+        outputs += llm.generate(prompts[start : start + batch], params, use_tqdm=False)
     # The step that was scheduled ahead is counted in the mode that it ran in.
     core = llm.llm_engine.engine_core.engine_core
     while core.batch_queue or core.scheduler.has_requests():
         llm.llm_engine.step()
-    return tokens, logprobs
+    return near_ties.read(outputs)
 
 
 def _delta(llm: Any, mode: str) -> dict[str, Any]:
@@ -112,45 +106,33 @@ def _agreement(a: list[tuple[int, ...]], b: list[tuple[int, ...]]) -> float:
     return sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
 
 
-def _differences(seen: dict[str, Any], off: dict[str, Any]) -> tuple[float, float]:
-    """Return the largest difference of a common token's log-probability, and the largest gap at a parting.
-
-    Up to and including the step where two outputs part, both saw the same tokens. The gap is how much less
-    likely than its own choice `off` found the other's token there: outputs may part at near-ties only.
-    """
-    difference = gap = 0.0
-    for ours, theirs, x, y in zip(
-        seen["logprobs"], off["logprobs"], seen["tokens"], off["tokens"], strict=True
-    ):
-        for mine, other, token, expected in zip(ours, theirs, x, y, strict=True):
-            difference = max(difference, *(abs(mine[t] - other[t]) for t in mine.keys() & other.keys()))
-            if token != expected:
-                gap = max(gap, other[expected] - other.get(token, -float("inf")))
-                break
-    return difference, gap
-
-
 def test_outputs_and_acceptance(engine: Any) -> None:
     _run(engine, "off")
     off = _delta(engine, "off")
     alone, _ = _run(engine, "off", batch=1)
     own = _agreement(off["tokens"], alone)
+    fp8 = engine.llm_engine.vllm_config.cache_config.cache_dtype == "fp8"
     for mode in ("stage", "cow"):
         seen = _delta(engine, mode)
         agreement = _agreement(off["tokens"], seen["tokens"])
-        difference, gap = _differences(seen, off)
+        difference, gap = near_ties.differences(seen, off)
         print(
             f"{mode}: agrees {agreement:.3f}, off with itself {own:.3f}; windows {seen['windows']}; ", end=""
         )
         print(f"log-probabilities differ by {difference:.3f}, outputs part at gaps up to {gap:.3f}; ", end="")
         print(f"accepted {seen['accepted_tokens']} of {seen['draft_tokens']} (off {off['accepted_tokens']})")
         rate, base = (x["accepted_tokens"] / x["draft_tokens"] for x in (seen, off))
-        assert abs(rate - base) < 3 * (0.5 / off["draft_tokens"]) ** 0.5
+        # In fp8 most outputs part sooner or later, so that the two counts say little of each other.
+        assert abs(rate - base) < (6 if fp8 else 3) * (0.5 / off["draft_tokens"]) ** 0.5
         # Stock attention rounds a row alike in every batch, another kernel does not: what may differ is the
-        # choice between near-ties. A logit of 16 to 32 is rounded to an eighth in bfloat16.
-        assert gap <= 0.25
-        assert difference <= 0.75
-        assert mode == "stage" or agreement == own == 1.0
+        # choice between near-ties. A logit of 16 to 32 is rounded to an eighth in bfloat16. With an fp8 cache
+        # stock attention also rounds the softmax's weights to 3 bits, which ours does not. In a model of both
+        # in plain torch that alone makes up to 1.5, and outputs part at gaps up to 0.7 (1.3 and 0.8 between
+        # an fp8 and a bfloat16 cache): keys and values on the verge of two numbers in e4m3 multiply it.
+        assert gap <= (1.2 if fp8 else 0.25)
+        assert difference <= (2.2 if fp8 else 0.75)
+        assert mode == "stage" or agreement >= own
+        assert fp8 or own == 1.0
         assert seen["windows"] > 1000
         if mode == "stage":
             assert seen["commit_bytes"] > 0
