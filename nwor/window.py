@@ -313,18 +313,14 @@ class Window:
         rows = batch.query_start_loc[-1:].contiguous()
         copies: dict[str, Source] = {}
         for group in self.groups:
-            sources = [self._sources[layer.name] for layer in group.layers]
-            aside = [tuple(torch.empty_like(side[: batch.num_tokens]) for side in pair) for pair in sources]
-            ops.stage_window(
-                [key for key, _ in sources],
-                [value for _, value in sources],
-                [pair[0] for pair in aside],
-                [pair[1] for pair in aside],
-                rows,
-                validate=False,
-            )
-            for layer, (key, value) in zip(group.layers, aside, strict=True):
-                copies[layer.name] = (key, value)
+            names = [layer.name for layer in group.layers]
+            keys, values = zip(*(self._sources[name] for name in names), strict=True)
+            # One tensor for all layers: the host makes it in each step.
+            shape = (2 * len(names), batch.num_tokens, *keys[0].shape[1:])
+            aside = keys[0].new_empty(shape).unbind()
+            own_keys, own_values = aside[: len(names)], aside[len(names) :]
+            ops.stage_window(keys, values, own_keys, own_values, rows, validate=False)
+            copies |= zip(names, zip(own_keys, own_values, strict=True), strict=True)
         return copies
 
     def _tables_of(self, sources: Mapping[str, Source]) -> tuple[torch.Tensor, ...]:

@@ -102,9 +102,15 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend: the window's rows by ``nwor.verify_attention``, the others by the stock kernel."""
+        """Attend: the window's rows by ``nwor.verify_attention``, the others by the stock kernel.
+
+        Where the cache is fp8, FlashAttention 3 wants its query in fp8 too, and vLLM quantizes it before it
+        gets here. Stock attention takes it as it is, in every mode.
+        """
         binding = self.nwor
-        if binding is None or attn_metadata is None or not binding.window.staging:
+        # Stock attention refuses to quantize its output; what it is asked to is left to it to refuse.
+        quantizes = output_scale is not None or output_block_scale is not None
+        if binding is None or attn_metadata is None or not binding.window.staging or quantizes:
             scales = (output_scale, output_block_scale)
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         window = binding.attend_window(query, key, value, attn_metadata, output)

@@ -22,6 +22,8 @@ class AttentionParameters:
         softcap: soft cap on the logits; 0 for none.
         sinks: [num_query_heads] extra logits, None for none.
         max_query_len: the longest window of this engine.
+        query_scales: float32 [num_kv_heads], factors of quantized queries where heads have their own; None
+            where ``scale`` holds the one factor of all.
 
     """
 
@@ -30,6 +32,34 @@ class AttentionParameters:
     softcap: float
     sinks: torch.Tensor | None
     max_query_len: int
+    query_scales: torch.Tensor | None = None
+
+
+def parameters_of(layer: Any, max_query_len: int) -> AttentionParameters:
+    """Return what one of vLLM's attention layers computes; reads scales on the host, so at start-up only.
+
+    Args:
+        layer: the layer, its weights loaded.
+        max_query_len: the longest window of this engine.
+
+    """
+    impl, window = layer.impl, layer.impl.sliding_window
+    # FlashAttention keeps (left, right), left without the query itself; the CPU backend keeps the size.
+    if isinstance(window, tuple):
+        window = window[0] + 1 if window[0] >= 0 else -1
+    scale, query_scales = impl.scale, None
+    if getattr(layer, "query_quant", None) is not None:
+        query_scales = layer._q_scale.detach().reshape(-1).to(torch.float32)
+        if query_scales.numel() == 1:
+            scale, query_scales = scale * float(query_scales), None
+    return AttentionParameters(
+        scale=scale,
+        sliding_window=window if window and window > 0 else -1,
+        softcap=float(getattr(impl, "logits_soft_cap", 0) or 0),
+        sinks=impl.sinks,
+        max_query_len=max_query_len,
+        query_scales=query_scales,
+    )
 
 
 @dataclass
@@ -118,7 +148,8 @@ class LayerBinding:
         """Attend to the context in the cache and to the window's own rows.
 
         Args:
-            query: [tokens, num_query_heads, head_size].
+            query: [tokens, num_query_heads, head_size], in the layer's dtype, or quantized to float8 (e4m3)
+                as vLLM does before stock attention where the cache is fp8.
             key: [tokens, num_kv_heads, head_size].
             value: likewise.
             block_table: int32 [requests, blocks].
@@ -129,7 +160,7 @@ class LayerBinding:
         """
         layer, parameters = self.layer, self.parameters
         ops.verify_attention(
-            query,
+            self._unquantized(query) if query.dtype is torch.float8_e4m3fn else query,
             key,
             value,
             layer.key_cache,
@@ -148,6 +179,15 @@ class LayerBinding:
             softcap=parameters.softcap,
             sinks=parameters.sinks,
         )
+
+    def _unquantized(self, query: torch.Tensor) -> torch.Tensor:
+        # Exact: float16 and bfloat16 hold every number of e4m3. So queries are those of stock attention, and
+        # what quantizes them stays where vLLM's compiler fused it into the kernel before.
+        query = query.to(self.layer.source_dtype)
+        scales = self.parameters.query_scales
+        if scales is not None:
+            query.unflatten(1, (scales.shape[0], -1)).mul_(scales[:, None, None])
+        return query
 
     def give_up(self, where: str, error: BaseException) -> None:
         """Turn NWOR off after an error and finish the open batch by direct writes."""

@@ -16,7 +16,7 @@ import torch
 from nwor import ops
 from nwor.accounting import bytes_per_token
 from nwor.config import MAX_WINDOW, NworConfig
-from nwor.engine.binding import AttentionParameters, LayerBinding
+from nwor.engine.binding import LayerBinding, parameters_of
 from nwor.engine.commit_timer import CommitTimer
 from nwor.engine.cut_short import CutShort
 from nwor.engine.deferral import Deferral, RejectedCounts
@@ -154,7 +154,7 @@ class Rank:
                         window=self.window,
                         state=self.state,
                         layer=layer,
-                        parameters=self._parameters(module.impl),
+                        parameters=parameters_of(module, self.longest_window),
                         workspace=workspace,
                     ),
                 )
@@ -181,20 +181,6 @@ class Rank:
             v_scale=layer._v_scale if quantized else None,
             source_dtype=self.vllm_config.model_config.dtype,
             direct_write=direct_write,
-        )
-
-    def _parameters(self, impl: Any) -> AttentionParameters:
-        window = impl.sliding_window
-        # FlashAttention keeps (left, right), left without the query itself; the CPU backend keeps the size.
-        if isinstance(window, tuple):
-            window = window[0] + 1 if window[0] >= 0 else -1
-        softcap = getattr(impl, "logits_soft_cap", 0) or 0
-        return AttentionParameters(
-            scale=impl.scale,
-            sliding_window=window if window and window > 0 else -1,
-            softcap=float(softcap),
-            sinks=impl.sinks,
-            max_query_len=self.longest_window,
         )
 
     def _workspace(

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from nwor.engine import lean_inputs, lean_launches
 from nwor.engine.attention_flash import NworFlashAttentionImpl, layer_cache_views
 from nwor.engine.graphs import NworCudaGraphManager
 from nwor.engine.runner_v2 import NworRunnerV2
@@ -24,3 +25,6 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
         if not is_profiling:
             self.cudagraph_manager = NworCudaGraphManager.adopt(self.cudagraph_manager, self.nwor)
+            if self.nwor.state.config.lean_host:
+                lean_inputs.apply()
+                lean_launches.apply()

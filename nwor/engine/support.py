@@ -27,10 +27,7 @@ REASONS: dict[str, Reason] = {
     "state_space": Reason("start", "Mamba and other recurrent layers advance a state"),
     "encoder_decoder": Reason("start", "cross-attention layers read an encoder's cache"),
     "context_parallel": Reason("start", "a request's cache is spread over ranks"),
-    "pipeline_parallel": Reason(
-        "start",
-        "on model runner V1 earlier stages never learn the counts; on GPUs not yet shown to be right",
-    ),
+    "pipeline_parallel": Reason("start", "on model runner V1 earlier stages never learn the counts"),
     "micro_batching": Reason("start", "two half batches run at once (dual-batch overlap)"),
     "kv_connector": Reason("start", "a KV connector saves the cache layer by layer inside the forward pass"),
     "kv_sharing": Reason("start", "layers read another layer's cache"),
@@ -80,8 +77,7 @@ def check_engine(vllm_config: Any, max_window: int) -> None:
     if vllm_config.kv_transfer_config is not None:
         raise Unsupported("kv_connector")
     parallel = vllm_config.parallel_config
-    shown = vllm_config.use_v2_model_runner and vllm_config.device_config.device_type != "cuda"
-    if parallel.pipeline_parallel_size > 1 and not shown:
+    if parallel.pipeline_parallel_size > 1 and not vllm_config.use_v2_model_runner:
         raise Unsupported("pipeline_parallel")
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise Unsupported("context_parallel")

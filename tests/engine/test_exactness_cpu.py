@@ -8,24 +8,16 @@ Tolerance: none. Tokens, acceptance counts and cache bytes are compared for equa
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from server import demo
-from tests.engine.runner import AHEAD, V2, schedule_asynchronously
+from tests.engine import engines
+from tests.engine.runner import AHEAD, V2
 
 pytestmark = pytest.mark.engine
 
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    # All requests of a run are in the queue before its first step, so that every run is scheduled alike.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
 #: Less of everything where kernels are interpreted: sampling a token takes a hundred times as long.
 WINDOWS = [4] if AHEAD else [1, 4, 8]
 PROMPTS = 8 if V2 else 40 if AHEAD else 200
@@ -41,39 +33,19 @@ PAIRS = (
 @pytest.fixture(scope="module", params=WINDOWS, ids=lambda k: f"k{k}")
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     """One engine for each window length; its modes are switched while it runs."""
-    saved = dict(os.environ)
-    os.environ.update(ENVIRONMENT)
-    from vllm import LLM
-
-    from nwor.engine.plugin import register
-
-    if AHEAD:
-        schedule_asynchronously()
-    register()  # what vLLM does by itself where the package is installed
-    llm = LLM(
-        str(demo.model_path()),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        max_num_seqs=16,
-        max_num_batched_tokens=128,
-        num_gpu_blocks_override=96,
-        speculative_config={
-            "model": str(demo.draft_path()),
-            "method": demo.draft_method(),
-            "num_speculative_tokens": request.param,
-        },
-        additional_config={"nwor": {"mode": "off"}},
-        worker_extension_cls="tests.engine.cache_probe.CacheProbe",
-        disable_log_stats=False,
-    )
-    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == AHEAD
-    runner = "nwor.engine.runner_v2" if V2 else "nwor.engine.runner_v1"
-    assert llm.collective_rpc("runner_module")[0].startswith(runner)
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
-    os.environ.clear()
-    os.environ.update(saved)
+    with engines.one_at_a_time() as make:
+        llm = make(
+            "watched",
+            max_num_seqs=16,
+            max_num_batched_tokens=128,
+            num_gpu_blocks_override=96,
+            speculative_config=engines.eagle(request.param),
+            worker_extension_cls="tests.engine.cache_probe.CacheProbe",
+        )
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == AHEAD
+        runner = "nwor.engine.runner_v2" if V2 else "nwor.engine.runner_v1"
+        assert llm.collective_rpc("runner_module")[0].startswith(runner)
+        yield llm
 
 
 def _prompts() -> list[str]:

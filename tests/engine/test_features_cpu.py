@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,16 +21,11 @@ import torch
 from safetensors.torch import save_file
 
 from server import demo
-from tests.engine.runner import V2, schedule_asynchronously
+from tests.engine import engines
+from tests.engine.runner import V2
 
 pytestmark = pytest.mark.engine
 
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
 PROMPTS = [
     f"class Item{i}:\n    def method_{i}(self, a, b):\n        " + body * (1 + i % 3)
     for i, body in enumerate(["return a + b", "for i in a:\n        b += i", "raise ValueError(a)"] * 4)
@@ -40,57 +34,20 @@ PROMPTS = [
 NEW_TOKENS = 12 if V2 else 24
 #: Small, so that generated tokens fill blocks of the prefix cache.
 BLOCK_SIZE = 32
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 64,
+    "worker_extension_cls": "server.cpu_sampling.WorkerExtension",
+}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 @pytest.fixture(scope="module")
 def make_engine() -> Iterator[Callable[..., Any]]:
     """Start engines, one at a time: the one before ends when the next is asked for."""
-    saved = dict(os.environ)
-    os.environ.update(ENVIRONMENT)
-    running: list[tuple[str, Any]] = []
-
-    def stop() -> None:
-        while running:
-            running.pop()[1].llm_engine.engine_core.shutdown()
-
-    def make(name: str, **settings: Any) -> Any:
-        if not running or running[0][0] != name:
-            stop()
-            running.append((name, _start(**settings)))
-        return running[0][1]
-
-    yield make
-    stop()
-    os.environ.clear()
-    os.environ.update(saved)
-
-
-def _start(**settings: Any) -> Any:
-    from vllm import LLM
-
-    from nwor.engine.plugin import register
-
-    if V2:
-        schedule_asynchronously()
-    register()  # what vLLM does by itself where the package is installed
-    eagle = {"model": str(demo.draft_path()), "method": demo.draft_method(), "num_speculative_tokens": 4}
-    defaults: dict[str, Any] = {
-        "max_model_len": 512,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "num_gpu_blocks_override": 64,
-        "speculative_config": eagle,
-    }
-    return LLM(
-        str(demo.model_path()),
-        dtype="float32",
-        enforce_eager=True,
-        disable_log_stats=False,
-        additional_config={"nwor": {"mode": "off"}},
-        worker_extension_cls="server.cpu_sampling.WorkerExtension",
-        **{**defaults, **settings},
-    )
+    with engines.one_at_a_time() as make:
+        yield lambda name, **settings: make(name, **{**SMALL, **settings})
 
 
 def in_each_mode(llm: Any, run: Callable[[], Any]) -> dict[str, Any]:
@@ -232,17 +189,17 @@ def compare_by_ngrams(adapter: str | None) -> None:
     """Compare the modes where n-grams draft, with and without a LoRA adapter."""
     from vllm.lora.request import LoRARequest
 
-    os.environ.update(ENVIRONMENT)
     # LoRA not with a head that shares the target's embedding: stock vLLM fails there on a CPU.
     lora_settings = {"enable_lora": True, "max_lora_rank": 8} if adapter else {}
-    llm = _start(speculative_config=NGRAM, block_size=BLOCK_SIZE, **lora_settings)
-    lora = LoRARequest("random", 1, adapter) if adapter else None
-    compare_tokens(llm, lora)
-    if adapter:
-        assert tokens(generate(llm, lora=lora)) != tokens(generate(llm))
-    elif not V2:
-        compare_hits_of_the_same_step(llm)
-    llm.llm_engine.engine_core.shutdown()
+    settings = {**SMALL, "speculative_config": NGRAM, "block_size": BLOCK_SIZE, **lora_settings}
+    with engines.one_at_a_time() as make:
+        llm = make("ngrams", **settings)
+        lora = LoRARequest("random", 1, adapter) if adapter else None
+        compare_tokens(llm, lora)
+        if adapter:
+            assert tokens(generate(llm, lora=lora)) != tokens(generate(llm))
+        elif not V2:
+            compare_hits_of_the_same_step(llm)
 
 
 def compare_hits_of_the_same_step(llm: Any) -> None:

@@ -9,30 +9,21 @@ computed in other batches.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from server import demo
-from tests.engine.runner import INHERITED, schedule_asynchronously
+from tests import pipeline_runs
+from tests.engine import engines
+from tests.engine.runner import INHERITED
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not INHERITED, reason="needs runner V2 in every stage: test_runner_v2.py runs this"),
 ]
 
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
 STAGES = 2
-DRAFTS = 4
 NEW_TOKENS = 16
 #: Small, so that blocks of the prefix cache fill up with generated tokens.
 BLOCK_SIZE = 32
@@ -45,56 +36,13 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def make_engine() -> Iterator[Callable[..., Any]]:
     """Start engines, one at a time: the one before ends when the next is asked for."""
-    saved = dict(os.environ)
-    os.environ.update(ENVIRONMENT)
-    running: list[tuple[str, Any]] = []
-
-    def stop() -> None:
-        while running:
-            running.pop()[1].llm_engine.engine_core.shutdown()
-
-    def make(name: str, **settings: Any) -> Any:
-        if not running or running[0][0] != name:
-            stop()
-            running.append((name, _start(**settings)))
-        return running[0][1]
-
-    yield make
-    stop()
-    os.environ.clear()
-    os.environ.update(saved)
-
-
-def _start(**settings: Any) -> Any:
-    from vllm import LLM
-
-    from nwor.engine.plugin import register
-
-    schedule_asynchronously()
-    register()  # what vLLM does by itself where the package is installed
-    defaults: dict[str, Any] = {
-        "max_model_len": 512,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "num_gpu_blocks_override": 96,
-        "block_size": BLOCK_SIZE,
-    }
-    return LLM(
-        str(demo.model_path()),
-        dtype="float32",
-        enforce_eager=True,
-        disable_log_stats=False,
-        pipeline_parallel_size=STAGES,
-        distributed_executor_backend="mp",
-        speculative_config={
-            "model": str(demo.draft_path()),
-            "method": demo.draft_method(),
-            "num_speculative_tokens": DRAFTS,
-        },
-        additional_config={"nwor": {"mode": "off", "self_check_interval": 3}},
-        worker_extension_cls="tests.engine.stage_probe.StageProbe",
-        **{**defaults, **settings},
-    )
+    few: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 96}
+    few |= {"block_size": BLOCK_SIZE, "pipeline_parallel_size": STAGES, "distributed_executor_backend": "mp"}
+    few["additional_config"] = {"nwor": {"mode": "off", "self_check_interval": 3}}
+    few["worker_extension_cls"] = "tests.engine.stage_probe.StageProbe"
+    threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with engines.one_at_a_time(**threads) as make:
+        yield lambda name, **settings: make(name, **{**few, **settings})
 
 
 @pytest.fixture
@@ -119,37 +67,26 @@ def _generate(llm: Any, prompts: Sequence[Any] = PROMPTS, **params: Any) -> list
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
-def _drain(llm: Any) -> None:
-    """Let the steps that are under way come to their end."""
-    core = llm.llm_engine.engine_core.engine_core
-    while core.batch_queue:
-        core.step_with_batch_queue()
-
-
 def _watched(llm: Any, mode: str, run: Callable[[], Any]) -> tuple[Any, list[dict[str, Any]]]:
     """Return what ``run`` gives in a mode, and what the stages saw, after the checks that always hold."""
     for answer in llm.collective_rpc("nwor_set_mode", args=(mode,)):
         assert answer["new"] == mode
-    _drain(llm)
+    pipeline_runs.drain(llm)
     assert llm.reset_prefix_cache()
     llm.collective_rpc("nwor_reset_stats")
-    core = llm.llm_engine.engine_core.engine_core
-    scheduler, stats = core.scheduler, []
-    make_stats = scheduler.make_stats
-    scheduler.make_stats = lambda *args, **kwargs: stats.append(make_stats(*args, **kwargs)) or stats[-1]
     llm.collective_rpc("probe_start")
     try:
-        result = run()
-        _drain(llm)
+        with pipeline_runs.statistics(llm) as stats:
+            result = run()
+            pipeline_runs.drain(llm)
     finally:
         seen = llm.collective_rpc("probe_stop")
-        del scheduler.make_stats
     first, last = llm.collective_rpc("nwor_report")
     for stage, report in zip(seen, (first, last), strict=True):
         assert stage["wrong"] == []
         assert (report["fault"], report["unsupported"]) == (None, None)
         assert mode == "off" or report["self_checks"] > 0
-    assert scheduler._nwor_logged == set()
+    assert pipeline_runs.core_of(llm).scheduler._nwor_logged == set()
     assert first["counts"]["windows"] == 0
     counts = last["counts"]
     assert counts["direct_windows"] == {}
@@ -193,43 +130,13 @@ def test_same_tokens_and_acceptance_in_every_mode(engine: Any, params: dict[str,
     assert counted["off"][2] > 0
 
 
-def _hear_all(llm: Any, step: Callable[[], None]) -> None:
-    """Take in the results of all steps under way, scheduling no further one, as after a pause."""
-    core = llm.llm_engine.engine_core.engine_core
-    core.scheduler.has_requests = lambda: False
-    try:
-        while core.batch_queue:
-            step()
-    finally:
-        del core.scheduler.has_requests
-
-
 @pytest.mark.parametrize("pause", [False, True], ids=["ahead", "after-a-pause"])
 def test_prefix_hits_on_what_others_have_just_made(engine: Any, pause: bool) -> None:
     """Requests come with what a running one has got so far, while it goes on and right as it ends."""
-    core = engine.llm_engine
     start = engine.get_tokenizer().encode(PROMPTS[0] * 4)[: 3 * BLOCK_SIZE - 5]
 
     def run() -> tuple[int, ...]:
-        core.add_request("parent", {"prompt_token_ids": start}, _sampling(max_tokens=60))
-        known: dict[str, tuple[int, ...]] = {"parent": ()}
-
-        def step() -> None:
-            for output in core.step():
-                known[output.request_id] = tuple(output.outputs[0].token_ids)
-
-        last = 0
-        while core.has_unfinished_requests():
-            step()
-            if len(known["parent"]) - last >= 7:
-                if pause:
-                    _hear_all(engine, step)
-                last = len(known["parent"])
-                # One token more, or a block that ends here could not be hit.
-                child = {"prompt_token_ids": [*start, *known["parent"], 100]}
-                core.add_request(f"child{last}", child, _sampling(max_tokens=4))
-        assert len(known) > 4
-        return known["parent"]
+        return pipeline_runs.prefix_hits(engine, start, _sampling, tokens=60, pause=pause)
 
     results = {}
     for mode in ("off", "stage", "cow"):
@@ -241,53 +148,19 @@ def test_prefix_hits_on_what_others_have_just_made(engine: Any, pause: bool) -> 
 
 def test_aborts_with_windows_pending(engine: Any) -> None:
     """Others go on as if nothing had been, and the freed blocks serve the next requests."""
-    core = engine.llm_engine
-    expected = _generate(engine)
-
-    def run() -> list[tuple[int, ...]]:
-        done: dict[int, tuple[int, ...]] = {}
-        for index, prompt in enumerate(PROMPTS):
-            core.add_request(str(index), prompt, _sampling())
-        step = 0
-        while core.has_unfinished_requests():
-            for output in core.step():
-                if output.finished:
-                    done[int(output.request_id)] = tuple(output.outputs[0].token_ids)
-            step += 1
-            if step in (6, 8, 10):
-                gone = step // 2 - 3
-                core.abort_request([str(gone)])
-                core.add_request(str(100 + gone), PROMPTS[gone], _sampling())
-        assert not {0, 1, 2} & done.keys()
-        assert [done[100 + index] for index in range(3)] == expected[:3]
-        return [done[index] for index in range(3, len(PROMPTS))]
-
+    # The first three are aborted, and started anew under other names.
+    expected = {index + 100 * (index < 3): tokens for index, tokens in enumerate(_generate(engine))}
     for mode in ("off", "stage", "cow"):
-        result, seen = _watched(engine, mode, run)
-        assert result == expected[3:]
+        result, seen = _watched(engine, mode, lambda: pipeline_runs.aborts(engine, PROMPTS, _sampling))
+        assert result == expected
         if mode == "stage":
             assert seen[0]["cut_short"] > 0
 
 
 def test_mode_switches_while_requests_run(engine: Any) -> None:
-    core = engine.llm_engine
     expected = _generate(engine)
     modes = ["stage", "cow", "off", "stage", "off", "cow"]
-
-    def run() -> list[tuple[int, ...]]:
-        for index, prompt in enumerate(PROMPTS):
-            core.add_request(str(index), prompt, _sampling())
-        done: dict[int, tuple[int, ...]] = {}
-        step = 0
-        while core.has_unfinished_requests():
-            for output in core.step():
-                if output.finished:
-                    done[int(output.request_id)] = tuple(output.outputs[0].token_ids)
-            step += 1
-            engine.collective_rpc("nwor_set_mode", args=(modes[step // 2 % len(modes)],))
-        return [done[index] for index in range(len(PROMPTS))]
-
-    result, _ = _watched(engine, "stage", run)
+    result, _ = _watched(engine, "stage", lambda: pipeline_runs.switches(engine, PROMPTS, _sampling, modes))
     assert result == expected
 
 

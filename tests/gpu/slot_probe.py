@@ -29,9 +29,11 @@ class SlotProbe:
                 for layer in self._layers.values():
                     cache = layer.kv_cache
                     rows = slots[0][: plan.num_tokens]
+                    # In fp8, which vLLM keeps as bytes, 448 throughout: no row is made of the largest alone.
+                    poison = 12345.0 if cache.element_size() > 1 else 0x7E
                     rows = rows[rows >= 0]
                     block_size = cache.shape[2]
-                    cache[rows // block_size, :, rows % block_size] = 12345.0
+                    cache[rows // block_size, :, rows % block_size] = poison
                 before = {name: layer.kv_cache.clone() for name, layer in self._layers.items()}
                 self._step = (plan, query_start_loc.clone(), slots[0], before)
             begin(plan, query_start_loc, slots)

@@ -1,7 +1,7 @@
 """Claim: on a GPU `stage` and `cow` accept what `off` accepts, and no rejected token changes the cache.
 
 Coverage: the demo model in bfloat16 on model runners V2 and V1, each with full and piecewise CUDA graphs,
-with piecewise ones only, and without any.
+with piecewise ones only, and without any; fp8 caches with the default graphs and without any.
 Tolerance: `cow` gives the tokens of `off`; those of `stage` may part from them where two logits nearly tie,
 nowhere else; acceptance within counting noise; cache slots byte for byte.
 """
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from server import demo
+from tests.gpu import near_ties
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 if not torch.cuda.is_available():
@@ -27,7 +28,7 @@ NEW_TOKENS = 64
 
 
 #: Those with "v1" run on model runner V1, the others on V2.
-ENGINES = ["graphs", "piecewise", "eager", "v1-graphs", "v1-piecewise", "v1-eager"]
+ENGINES = ["graphs", "piecewise", "eager", "v1-graphs", "v1-piecewise", "v1-eager", "fp8", "fp8-eager"]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -46,6 +47,8 @@ def _engine(name: str, patch: pytest.MonkeyPatch) -> Iterator[Any]:
     envs.disable_envs_cache()  # the engine before this one has frozen what it read
     register()  # what vLLM does by itself where the package is installed
     extra: dict[str, Any] = {}
+    if name.startswith("fp8"):
+        extra["kv_cache_dtype"] = "fp8"
     if name.endswith("eager"):
         extra["enforce_eager"] = True
     else:
@@ -88,29 +91,19 @@ def _prompts() -> list[str]:
     ]
 
 
-#: Log-probabilities by token of each step: the most likely few.
-Steps = list[dict[int, float]]
-
-
-def _run(llm: Any, mode: str, batch: int = PROMPTS) -> tuple[list[tuple[int, ...]], list[Steps]]:
+def _run(llm: Any, mode: str, batch: int = PROMPTS) -> tuple[list[tuple[int, ...]], list[near_ties.Steps]]:
     from vllm import SamplingParams
 
     llm.collective_rpc("nwor_set_mode", args=(mode,))
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5)
-    tokens, logprobs = [], []
-    prompts = _prompts()
+    outputs, prompts = [], _prompts()
     for start in range(0, PROMPTS, batch):
-        for output in llm.generate(prompts[start : start + batch], params, use_tqdm=False):
-            choice = output.outputs[0]
-            tokens.append(tuple(choice.token_ids))
-            logprobs.append(
-                [{token: entry.logprob for token, entry in step.items()} for step in choice.logprobs]
-            )
+        outputs += llm.generate(prompts[start : start + batch], params, use_tqdm=False)
     # The step that was scheduled ahead is counted in the mode that it ran in.
     core = llm.llm_engine.engine_core.engine_core
     while core.batch_queue or core.scheduler.has_requests():
         llm.llm_engine.step()
-    return tokens, logprobs
+    return near_ties.read(outputs)
 
 
 def _delta(llm: Any, mode: str) -> dict[str, Any]:
@@ -130,24 +123,6 @@ def _agreement(a: list[tuple[int, ...]], b: list[tuple[int, ...]]) -> float:
     return sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
 
 
-def _differences(seen: dict[str, Any], off: dict[str, Any]) -> tuple[float, float]:
-    """Return the largest difference of a common token's log-probability, and the largest gap at a parting.
-
-    Up to and including the step where two outputs part, both saw the same tokens. The gap is how much less
-    likely than its own choice `off` found the other's token there: outputs may part at near-ties only.
-    """
-    difference = gap = 0.0
-    for ours, theirs, x, y in zip(
-        seen["logprobs"], off["logprobs"], seen["tokens"], off["tokens"], strict=True
-    ):
-        for mine, other, token, expected in zip(ours, theirs, x, y, strict=True):
-            difference = max(difference, *(abs(mine[t] - other[t]) for t in mine.keys() & other.keys()))
-            if token != expected:
-                gap = max(gap, other[expected] - other.get(token, -float("inf")))
-                break
-    return difference, gap
-
-
 def test_full_graphs_of_stage_are_captured_and_replayed(
     engine: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +130,7 @@ def test_full_graphs_of_stage_are_captured_and_replayed(
     runner, report = _runner(engine), engine.collective_rpc("nwor_report")[0]
     assert type(runner).__name__.endswith("V1" if name.startswith("v1") else "V2")
     print(f"{name}: graphs of stage took {report['capture_seconds']} s, {report['capture_bytes']} bytes")
-    if not name.endswith("graphs"):
+    if not name.endswith(("graphs", "fp8")):
         assert report["capture_seconds"] == 0
         return
     assert report["capture_seconds"] > 0
@@ -172,22 +147,28 @@ def test_outputs_and_acceptance(engine: Any) -> None:
     off = _delta(engine, "off")
     alone, _ = _run(engine, "off", batch=1)
     own = _agreement(off["tokens"], alone)
+    fp8 = engine.llm_engine.vllm_config.cache_config.cache_dtype == "fp8"
     for mode in ("stage", "cow"):
         seen = _delta(engine, mode)
         agreement = _agreement(off["tokens"], seen["tokens"])
-        difference, gap = _differences(seen, off)
+        difference, gap = near_ties.differences(seen, off)
         print(
             f"{mode}: agrees {agreement:.3f}, off with itself {own:.3f}; windows {seen['windows']}; ", end=""
         )
         print(f"log-probabilities differ by {difference:.3f}, outputs part at gaps up to {gap:.3f}; ", end="")
         print(f"accepted {seen['accepted_tokens']} of {seen['draft_tokens']} (off {off['accepted_tokens']})")
         rate, base = (x["accepted_tokens"] / x["draft_tokens"] for x in (seen, off))
-        assert abs(rate - base) < 3 * (0.5 / off["draft_tokens"]) ** 0.5
+        # In fp8 most outputs part sooner or later, so that the two counts say little of each other.
+        assert abs(rate - base) < (6 if fp8 else 3) * (0.5 / off["draft_tokens"]) ** 0.5
         # Stock attention rounds a row alike in every batch, another kernel does not: what may differ is the
-        # choice between near-ties. A logit of 16 to 32 is rounded to an eighth in bfloat16.
-        assert gap <= 0.25
-        assert difference <= 0.75
-        assert mode == "stage" or agreement == own == 1.0
+        # choice between near-ties. A logit of 16 to 32 is rounded to an eighth in bfloat16. With an fp8 cache
+        # stock attention also rounds the softmax's weights to 3 bits, which ours does not. In a model of both
+        # in plain torch that alone makes up to 1.5, and outputs part at gaps up to 0.7 (1.3 and 0.8 between
+        # an fp8 and a bfloat16 cache): keys and values on the verge of two numbers in e4m3 multiply it.
+        assert gap <= (1.2 if fp8 else 0.25)
+        assert difference <= (2.2 if fp8 else 0.75)
+        assert mode == "stage" or agreement >= own
+        assert fp8 or own == 1.0
         assert seen["windows"] > 1000
         if mode == "stage":
             assert seen["commit_bytes"] > 0

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from server import demo
-from tests.gpu import entry_points
+from tests.gpu import ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,38 +33,19 @@ NEW_TOKENS = 64
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        entry_points.provide(tmp_path_factory.mktemp("plugin"), patch)
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the scheduler runs here, the workers do not
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        import vllm.envs
-        import vllm.plugins
-        from vllm import LLM
-
-        # Another engine of this process may have read both before.
-        vllm.envs.disable_envs_cache()
-        patch.setattr(vllm.plugins, "plugins_loaded", False)
-        llm = LLM(
-            str(demo.model_path()),
-            dtype="bfloat16",
-            tensor_parallel_size=RANKS,
-            distributed_executor_backend="mp",
-            max_model_len=1024,
-            max_num_seqs=64,
-            max_num_batched_tokens=512,
-            gpu_memory_utilization=0.3,
-            num_gpu_blocks_override=4096,
-            speculative_config={
-                "model": str(demo.draft_path()),
-                "method": demo.draft_method(),
-                "num_speculative_tokens": K,
-            },
-            additional_config={"nwor": {"mode": "off", "self_check_interval": 5}},
-            worker_extension_cls="tests.gpu.rank_probe.RankProbe",
-            disable_log_stats=False,
-        )
+    with ranks.started(
+        tmp_path_factory.mktemp("plugin"),
+        drafts=K,
+        self_check_interval=5,
+        tensor_parallel_size=RANKS,
+        max_model_len=1024,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        gpu_memory_utilization=0.3,
+        num_gpu_blocks_override=4096,
+        worker_extension_cls="tests.gpu.rank_probe.RankProbe",
+    ) as llm:
         yield llm
-        llm.llm_engine.engine_core.shutdown()
 
 
 def _core(llm: Any) -> Any:

@@ -43,8 +43,10 @@ def test_plain_engine_passes():
     check_engine(_config(), 64)
 
 
-def test_pipeline_stages_pass_on_model_runner_v2():
-    check_engine(_config(pipeline_parallel_size=2, use_v2_model_runner=True), 64)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_pipeline_stages_pass_on_model_runner_v2(device):
+    config = SimpleNamespace(device_type=device)
+    check_engine(_config(pipeline_parallel_size=2, use_v2_model_runner=True, device_config=config), 64)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +59,7 @@ def test_pipeline_stages_pass_on_model_runner_v2():
         ({"kv_transfer_config": object()}, "kv_connector"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel"),
         (
-            {
-                "pipeline_parallel_size": 2,
-                "use_v2_model_runner": True,
-                "device_config": SimpleNamespace(device_type="cuda"),
-            },
+            {"pipeline_parallel_size": 2, "device_config": SimpleNamespace(device_type="cuda")},
             "pipeline_parallel",
         ),
         ({"decode_context_parallel_size": 2}, "context_parallel"),

@@ -1,0 +1,83 @@
+"""Engines for tests on the CPU: the demo model in float32 with its head, in mode ``off`` by default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from server import demo
+from tests.engine.runner import AHEAD, schedule_asynchronously
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # All requests of a run are in the queue before its first step, so that every run is scheduled alike.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+def eagle(drafts: int) -> dict[str, Any]:
+    """Return vLLM's setting for so many draft tokens a step by the demo model's head."""
+    return {
+        "model": str(demo.draft_path()),
+        "method": demo.draft_method(),
+        "num_speculative_tokens": drafts,
+    }
+
+
+def start(**settings: Any) -> Any:
+    """Start an engine on the runner that :mod:`tests.engine.runner` says.
+
+    Args:
+        settings: arguments of ``LLM`` beside those that all tests have in common, or instead of them.
+
+    """
+    from vllm import LLM
+
+    from nwor.engine.plugin import register
+
+    if AHEAD:
+        schedule_asynchronously()
+    register()  # what vLLM does by itself where the package is installed
+    common = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "speculative_config": eagle(4),
+        "additional_config": {"nwor": {"mode": "off"}},
+        "disable_log_stats": False,
+    }
+    return LLM(str(demo.model_path()), **{**common, **settings})
+
+
+@contextmanager
+def one_at_a_time(**environment: str) -> Iterator[Callable[..., Any]]:
+    """Start engines by name: the one before ends when another is asked for, the last with the block.
+
+    Args:
+        environment: variables beside :data:`ENVIRONMENT`; all are put back.
+
+    """
+    saved = dict(os.environ)
+    os.environ.update(ENVIRONMENT | environment)
+    running: list[tuple[str, Any]] = []
+
+    def stop() -> None:
+        while running:
+            running.pop()[1].llm_engine.engine_core.shutdown()
+
+    def make(name: str, **settings: Any) -> Any:
+        if not running or running[0][0] != name:
+            stop()
+            running.append((name, start(**settings)))
+        return running[0][1]
+
+    try:
+        yield make
+    finally:
+        stop()
+        os.environ.clear()
+        os.environ.update(saved)
