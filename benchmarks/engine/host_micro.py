@@ -125,7 +125,7 @@ def scheduler() -> Any:
     """Return NWOR's scheduler with vLLM's methods, which it finds in the class itself, replaced."""
     for name in ("__init__", "schedule", "add_request", "update_from_output", "make_stats", "_free_request"):
         setattr(Scheduler, name, vars(StockScheduler)[name])
-    return nwor.engine.scheduler.NworScheduler()
+    return nwor.engine.scheduler.NworScheduling()
 
 
 def make_rank(mode: Mode) -> Rank:
@@ -193,7 +193,7 @@ class Steps:
         manager.graphs = {}
         manager = NworCudaGraphManager.adopt(manager, self.rank)
         manager.stage_graphs[self.desc] = source
-        manager.stage_sources[self.desc] = window.captured(
+        manager.stage._sources[self.desc] = window.captured(
             dict.fromkeys(window.layer_names, (source, source))
         )
         return manager

@@ -210,7 +210,7 @@ def test_a_failure_while_capturing_is_no_silent_fall_back(engine, monkeypatch):
     def failing(slots: torch.Tensor) -> torch.Tensor:
         output = forward(slots)
         if engine.toy.window.staging:
-            engine.toy.window.staging = False
+            engine.toy.window.staging = False  # as a fault leaves it
         return output
 
     monkeypatch.setattr(engine.toy, "forward", failing)

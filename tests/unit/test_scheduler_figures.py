@@ -19,9 +19,9 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from nwor.engine import scheduler as module
 from nwor.engine.figures import RequestFigures
-from nwor.engine.scheduler import EVERY, MOST_WAITING, NworScheduler
+from nwor.engine.scheduler import EVERY, MOST_WAITING, NworScheduling
 from nwor.tally import EarlierStages, RankFacts, StepRecord, Treatment
-from server.scheduler import NworReportingScheduler
+from server.scheduler import _NworReporting
 
 DRAFTS, B = 4, 10
 FACTS = RankFacts("stage", 0, B)
@@ -37,7 +37,7 @@ class Request(SimpleNamespace):
 class Engine:
     """A scheduler whose steps are given; what it sends is gathered."""
 
-    def __init__(self, cls: type = NworScheduler, **changes: Any) -> None:
+    def __init__(self, cls: type = NworScheduling, **changes: Any) -> None:
         self.now, self.windows, self.sent, self.facts = 0.0, 0, [], FACTS
         self.stages = 1
         vars(self).update(changes)
@@ -356,7 +356,7 @@ def test_what_earlier_stages_do_differently() -> None:
 
 
 def test_requests_with_stop_strings_report_in_each_step() -> None:
-    engine = Engine(NworReportingScheduler)
+    engine = Engine(_NworReporting)
     engine.add("a")
     engine.add("b", stop=["\n"])
     engine.step({"a": 1, "b": 1})
