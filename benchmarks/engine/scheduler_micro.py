@@ -1,6 +1,7 @@
 """Microseconds of `schedule()` and `update_from_output()`: vLLM's own way against NWOR's `lean_host`.
 
-No engine and no GPU: results are made up, and cost nothing of what is timed. The two take turns.
+No engine and no GPU: results are made up, and cost nothing of what is timed. The two take turns. The clock is
+the thread's own, so that other programs of the machine disturb it little.
 
     python -m benchmarks.engine.scheduler_micro --requests 64 --drafts 4
 """
@@ -54,14 +55,14 @@ def turn_of(drive: Drive, setup: Setup, turn: int, args: Any) -> tuple[list[floa
     drive.make()
     for step in range(args.steps):
         drive.steps += 1
-        begin = time.perf_counter()
+        begin = time.thread_time()
         output = drive.scheduler.schedule()
-        middle = time.perf_counter()
+        middle = time.thread_time()
         drive._under_way.append((output, drive.answer(output)))
         oldest, result = drive._under_way.popleft()
-        resumed = time.perf_counter()
+        resumed = time.thread_time()
         drive.scheduler.update_from_output(oldest, result)
-        end = time.perf_counter()
+        end = time.thread_time()
         if step >= WARM_UP:
             schedules.append((middle - begin) * 1e6)
             updates.append((end - resumed) * 1e6)

@@ -54,6 +54,9 @@ class Setup:
         length: most tokens of a request.
         caching: whether there is a prefix cache.
         window: tokens of a sliding window of a second group of layers; 0 is one group of full attention.
+        retention: tokens between the places at which the second group's blocks stay in the prefix cache; None
+            keeps all that can serve.
+        scheduled: most tokens of a step, where it is another number than that of the model's input.
         policy: "fcfs" or "priority".
         stages: pipeline stages, of which the scheduler only sees how far apart a request's steps have to be.
         events: whether changes of the prefix cache are told.
@@ -71,6 +74,8 @@ class Setup:
     length: int = 4096
     caching: bool = True
     window: int = 0
+    retention: int | None = None
+    scheduled: int | None = None
     policy: str = "fcfs"
     stages: int = 1
     events: bool = False
@@ -145,13 +150,17 @@ def make_scheduler(folder: Path, setup: Setup, create: Callable[..., Scheduler])
     init_none_hash(sha256)
     scheduler = create(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(setup.blocks, [], groups),
+        kv_cache_config=KVCacheConfig(
+            setup.blocks, [], groups, prefix_cache_retention_interval=setup.retention
+        ),
         structured_output_manager=Grammar(),
         block_size=setup.block_size,
         include_finished_set=True,
         log_stats=True,
     )
     scheduler.use_v2_model_runner = setup.runner_v2
+    if setup.scheduled is not None:
+        scheduler.max_num_scheduled_tokens = setup.scheduled
     if setup.stages > 1:
         scheduler.use_pp = True
         scheduler.pp_size = scheduler.decode_stagger = setup.stages
