@@ -144,6 +144,16 @@ class Logprobs:
         return row, tokens
 
 
+class Publisher:
+    """Keeps what is told of the prefix cache."""
+
+    def __init__(self, published: list[Any]) -> None:
+        self.published = published
+
+    def publish(self, batch: Any) -> None:
+        self.published.append(batch.events)
+
+
 class Pair:
     """A stock scheduler and a lean one that are driven alike, and compared whenever they did something."""
 
@@ -154,8 +164,10 @@ class Pair:
             Drive(make_scheduler(folder, setup, kind), seed, vocabulary=60, eos=0.01)
             for kind in (stock, lean)
         ]
-        for drive in self.drives:
+        self.published: list[list[Any]] = [[], []]
+        for drive, published in zip(self.drives, self.published, strict=True):
             drive.scheduler.structured_output_manager.forbidden = 59 if seed % 2 else None
+            drive.scheduler.kv_event_publisher = Publisher(published)
         self.planned = self.steps = self.finished = self.preempted = 0
         self.names: list[str] = []
         self.reasons: set[Any] = set()
@@ -252,6 +264,7 @@ class Pair:
     def take(self) -> None:
         stock, lean = (drive.take() for drive in self.drives)
         assert state_of_answers(lean) == state_of_answers(stock), f"results of step {self.steps}"
+        assert self.published[1] == self.published[0]
         for answer in stock.values():
             ended = [output for output in answer.outputs if output.finish_reason is not None]
             self.finished += len(ended)
@@ -292,6 +305,7 @@ def test_every_step_is_the_one_that_vllm_makes(tmp_path, name):
         pair.lean._lean_steps = not name.startswith("parts")
         pair.run(STEPS)
         pairs.append(pair)
+        assert bool(pair.published[1]) == SETUPS[name].events
     # The short way and the long one were both taken, and requests came to their ends.
     steps = sum(pair.steps for pair in pairs)
     if name.startswith("parts"):
