@@ -1,16 +1,16 @@
-"""Stock vLLM against NWOR: runs decode.py in turn, one process an engine, and reports the ratios.
+"""Stock vLLM against NWOR: runs decode.py twice at once, gives the two their turns, and reports the ratios.
 
     python benchmarks/engine/compare.py --output benchmarks/engine/results/h200.json --budget-seconds 1500
 
-For each shape and number of draft tokens stock vLLM runs first, without a trace of NWOR, then an engine with
-NWOR that runs its modes interleaved. Everything known so far stands in the output file at any time. The
-report beside it (`.md`) is written after each process; report.py makes one of several files.
+For each shape and number of draft tokens an engine without a trace of NWOR and one with it start together and
+then alternate, run by run; NWOR's modes take turns within its own. Everything known so far stands in the
+output file at any time. The report beside it (`.md`) is written after each pair; report.py makes one of
+several files.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -18,46 +18,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import report
 from grid import fractions, groups, numbers
+from turns import Message, Player, alternate
 
 DECODE = Path(__file__).resolve().parent / "decode.py"
-#: What an engine's start takes, about.
-START_SECONDS = 70.0
-#: Least seconds for the two processes of a pair: two starts and something to measure.
-LEAST_PAIR_SECONDS = 240.0
-#: How much longer than its limit a process may take: the cell that was begun, prompts included.
-GRACE_SECONDS = 60.0
-
-
-def pair_seconds(left: float, pairs: int) -> float:
-    """Return the seconds that the next pair of processes gets.
-
-    Args:
-        left: seconds of the whole budget that are left.
-        pairs: pairs that are still to run.
-
-    """
-    return min(left, max(left / pairs, LEAST_PAIR_SECONDS))
-
-
-def stock_seconds(pair: float, modes: int) -> float:
-    """Return how much of a pair's time stock vLLM gets, in seconds.
-
-    Starts and prompts cost both alike; of the rest each process gets as much as it has modes to run.
-
-    Args:
-        pair: seconds of both processes together.
-        modes: NWOR's modes.
-
-    """
-    if pair == float("inf"):
-        return pair
-    prompts = 0.3  # of what the runs of one mode take
-    return START_SECONDS + (pair - 2 * START_SECONDS) * (1 + prompts) / (1 + modes + 2 * prompts)
+#: Least seconds for a pair of processes: their start and something to measure.
+LEAST_PAIR_SECONDS = 150.0
+#: What starts and turns may take at most; beyond it a pair is ended.
+START_SECONDS = 400.0
+TURN_SECONDS = 120.0
 
 
 class Comparison:
@@ -101,73 +75,89 @@ class Comparison:
             print(f"no report: {type(error).__name__}: {error}", flush=True)
 
     def pair(self, shape: str, k: int, seconds: float, host_steps: int, folder: Path) -> None:
-        """Run stock vLLM, then NWOR.
+        """Run an engine without NWOR and one with it, in turns.
 
         Args:
             shape: name of the model's shape.
             k: draft tokens of a step.
-            seconds: for both together.
+            seconds: no context and batch is begun later.
             host_steps: as in decode.py.
             folder: for the processes' own files.
 
         """
-        ends = time.monotonic() + seconds
-        modes = self.args.modes.split(",")
-        plan = folder / f"{shape}-{k}-stock.json"
-        self.run(shape, k, "", stock_seconds(seconds, len(modes)), host_steps, plan, None)
-        known = plan if plan.is_file() and json.loads(plan.read_text())["cells"] else None
-        target = folder / f"{shape}-{k}-nwor.json"
-        self.run(shape, k, self.args.modes, ends - time.monotonic(), host_steps, target, known)
+        began = time.monotonic()
+        ends = began + seconds
+        processes, players, places, targets = [], [], [], []
+        for kind, modes in (("stock", ""), ("nwor", self.args.modes)):
+            targets.append(folder / f"{shape}-{k}-{kind}.json")
+            places.append(len(self.everything["processes"]))
+            self.everything["processes"].append({"kind": kind, "shape": shape, "k": k})
+            process, player = self.launch(shape, k, kind, modes, host_steps, targets[-1])
+            processes.append(process)
+            players.append(player)
+        go: dict[str, bool] = {}
+        steps: dict[str, int] = {}
 
-    def run(
-        self, shape: str, k: int, modes: str, seconds: float, host_steps: int, target: Path, plan: Path | None
-    ) -> None:
-        """Run one process and take its record over while it grows.
+        def decide(player: Player, message: Message) -> Mapping[str, Any]:
+            # Who comes first decides for both: whether there is time, and how many steps a run takes.
+            cell = message.get("cell", "")
+            reply = {"go": go.setdefault(cell, time.monotonic() < ends)}
+            if "steps" in message:
+                reply["steps"] = steps.setdefault(cell, message["steps"])
+            for place, target in zip(places, targets, strict=True):
+                self.take(place, target, time.monotonic() - began)
+            return reply
+
+        trouble = None
+        try:
+            alternate(players, decide, START_SECONDS, TURN_SECONDS)
+        except TimeoutError as error:
+            trouble = str(error)
+            print(trouble, flush=True)
+        finally:
+            for process, player in zip(processes, players, strict=True):
+                os.close(player.read)
+                os.close(player.write)
+                if trouble is not None:
+                    process.kill()
+                process.wait(60)
+        for process, place, target in zip(processes, places, targets, strict=True):
+            self.take(place, target, time.monotonic() - began)
+            entry = self.everything["processes"][place]
+            if process.returncode:
+                entry["error"] = entry.get("error") or trouble or f"ended with status {process.returncode}"
+        self.save()
+        self.write_report()
+
+    def launch(
+        self, shape: str, k: int, kind: str, modes: str, host_steps: int, target: Path
+    ) -> tuple[subprocess.Popen[bytes], Player]:
+        """Start one process.
 
         Args:
             shape: name of the model's shape.
             k: draft tokens of a step.
+            kind: "stock" or "nwor".
             modes: NWOR's modes, comma-separated; empty for stock vLLM.
-            seconds: no cell starts later.
             host_steps: as in decode.py.
             target: where the process writes its record.
-            plan: the record whose cells and steps it follows, if there is one.
 
         """
         args = self.args
-        limited = seconds != float("inf")
+        (theirs_read, ours_write), (ours_read, theirs_write) = os.pipe(), os.pipe()
         command = [sys.executable, str(DECODE), "--shape", shape, "--k", str(k), "--modes", modes]
         command += ["--output", str(target), "--host-steps", str(host_steps)]
-        command += ["--seconds", f"{max(seconds, 1):.0f}"] if limited else []
-        command += ["--plan", str(plan)] if plan else []
-        for name in ("contexts", "batches", "acceptances", "repeats", "run_seconds", "most_tokens"):
+        command += ["--turns", f"{theirs_read},{theirs_write}", "--folder", str(target.with_suffix(""))]
+        names = ("contexts", "batches", "acceptances", "repeats", "run_seconds", "most_tokens", "cache_gib")
+        for name in (*names, "capture_tokens"):
             command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-        command += ["--capture-tokens", str(args.capture_tokens)]
         environment = dict(os.environ)
         if not modes:
             environment["NWOR_DISABLE"] = "1"
-        place = len(self.everything["processes"])
-        self.everything["processes"].append({"kind": "nwor" if modes else "stock", "shape": shape, "k": k})
-        began = time.monotonic()
-        process = subprocess.Popen(command, env=environment)
-        try:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(2)
-                self.take(place, target, time.monotonic() - began)
-                if limited and time.monotonic() - began > seconds + GRACE_SECONDS:
-                    print(f"{shape} k={k} {modes or 'stock'}: ended, its time was over", flush=True)
-                    break
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait(30)
-        self.take(place, target, time.monotonic() - began)
-        entry = self.everything["processes"][place]
-        if process.returncode:
-            entry["error"] = entry.get("error") or f"ended with status {process.returncode}"
-        self.save()
-        self.write_report()
+        process = subprocess.Popen(command, env=environment, pass_fds=(theirs_read, theirs_write))
+        os.close(theirs_read)
+        os.close(theirs_write)
+        return process, Player(f"{shape} k={k} {kind}", ours_read, ours_write)
 
     def take(self, place: int, target: Path, seconds: float) -> None:
         """Put what a process has written so far in its place."""
@@ -203,6 +193,7 @@ def main() -> None:
     parser.add_argument("--most-tokens", type=int, default=1024, help="most tokens a request gains in a run")
     parser.add_argument("--host-steps", type=int, default=200, help="steps of the host's time; 0 for none")
     parser.add_argument("--capture-tokens", type=int, default=0, help="largest CUDA graph; 0 for vLLM's own")
+    parser.add_argument("--cache-gib", type=float, default=40.0, help="KV cache of each engine")
     parser.add_argument("--budget-seconds", type=float, default=0, help="for everything; 0 for no limit")
     parser.add_argument("--output", required=True, help="JSON; the report is put beside it")
     args = parser.parse_args()
@@ -215,7 +206,7 @@ def main() -> None:
             if comparison.left < LEAST_PAIR_SECONDS:
                 comparison.skip(shape, k)
                 continue
-            seconds = pair_seconds(comparison.left, len(pairs) - number)
+            seconds = comparison.left / (len(pairs) - number)
             host_steps = args.host_steps if k == ks[0] else 0
             comparison.pair(shape, k, seconds, host_steps, Path(folder))
     comparison.write_report()

@@ -1,4 +1,4 @@
-"""Decode throughput of one engine, without the prefill; run by compare.py, one process an engine.
+"""Decode throughput of one engine, without the prefill; run by compare.py, which gives it its turns.
 
 Weights are dummies and acceptance is synthetic (forced by vLLM itself): what is measured is the cost of
 a verify step, never the quality of a model. Everything is written to the output file after each cell.
@@ -21,6 +21,7 @@ import grid
 import host_time
 import shapes
 from drive import Batch
+from turns import Turns
 
 #: Name of the only "mode" of an engine without NWOR.
 STOCK = "stock"
@@ -42,7 +43,7 @@ class Engine:
         self.args = args
         self.nwor_modes: list[str] = [mode for mode in args.modes.split(",") if mode]
         self.modes = self.nwor_modes or [STOCK]
-        self.ends = time.monotonic() + args.seconds if args.seconds else float("inf")
+        self.turns = Turns(args.turns)
         self.record: dict[str, Any] = {
             "kind": "nwor" if self.nwor_modes else STOCK,
             "shape": args.shape,
@@ -82,7 +83,9 @@ class Engine:
             skip_tokenizer_init=True,
             max_model_len=args.max_len,
             max_num_seqs=max(MAX_REQUESTS, *args.batches),
-            gpu_memory_utilization=0.85,
+            # Two engines share the GPU, so neither may take what it finds free.
+            gpu_memory_utilization=0.4,
+            kv_cache_memory_bytes=int(args.cache_gib * 2**30),
             speculative_config={
                 "model": str(draft),
                 "method": "eagle",
@@ -162,12 +165,11 @@ class Engine:
         direct = [sum(report["counts"]["direct_windows"].values()) for report in (before, after)]
         return seconds, tokens, direct[1] - direct[0]
 
-    def measure(self, cells: list[grid.Cell], plan: dict[grid.Cell, int]) -> None:
-        """Measure the cells of one context and batch.
+    def measure(self, cells: list[grid.Cell]) -> None:
+        """Measure the cells of one context and batch, in turns with the other engine.
 
         Args:
             cells: the cells.
-            plan: steps of a run by cell, as the process without NWOR chose them; others are chosen here.
 
         """
         args = self.args
@@ -176,27 +178,26 @@ class Engine:
         if needed > self.cache_tokens:
             self.skip(cells, f"needs {needed} tokens of KV cache, the engine has {self.cache_tokens}")
             return
-        if time.monotonic() > self.ends:
+        group = f"{cells[0].context}x{cells[0].batch}"
+        if not self.turns.ask("group", cell=group)["go"]:
             self.skip(cells, "time was up")
             return
         self.set_acceptance(cells[0].acceptance)
         warm = [self.run(mode, cells[0], grid.WARM_STEPS)[0] / grid.WARM_STEPS for mode in self.modes]
-        for number, cell in enumerate(cells):
-            if time.monotonic() > self.ends:
-                self.skip(cells[number:], "time was up")
-                return
-            self.set_acceptance(cell.acceptance)
-            steps = plan.get(cell) or grid.steps_of_run(
-                warm[0], args.run_seconds, args.k, cell.acceptance, args.most_tokens
-            )
-            result: dict[str, Any] = {**vars(cell), "steps": steps, "seconds": {}, "tokens": {}, "direct": {}}
+        for cell in cells:
+            steps = grid.steps_of_run(warm[0], args.run_seconds, args.k, cell.acceptance, args.most_tokens)
+            result: dict[str, Any] = {**vars(cell), "seconds": {}, "tokens": {}, "direct": {}}
             for repeat in range(args.repeats):
+                # The engine without NWOR comes first and says how many steps both take.
+                steps = self.turns.ask("run", cell=f"{group}x{cell.acceptance}", steps=steps)["steps"]
+                self.set_acceptance(cell.acceptance)
                 turn = repeat % len(self.modes)  # no mode always follows the same one
                 for mode in self.modes[turn:] + self.modes[:turn]:
                     seconds, tokens, direct = self.run(mode, cell, steps)
                     result["seconds"].setdefault(mode, []).append(seconds)
                     result["tokens"].setdefault(mode, []).append(tokens)
                     result["direct"][mode] = result["direct"].get(mode, 0) + direct
+            result["steps"] = steps
             self.record["cells"].append(result)
             self.save()
             rates = {mode: self._rates(result, mode) for mode in self.modes}
@@ -214,17 +215,6 @@ class Engine:
         print(self.args.shape, f"k={self.args.k}", "skipped:", len(cells), "cells,", reason, flush=True)
 
 
-def read_plan(path: str) -> dict[grid.Cell, int]:
-    """Return the cells of another process's record with the steps of their runs; empty without a path."""
-    if not path:
-        return {}
-    record = json.loads(Path(path).read_text())
-    return {
-        grid.Cell(entry["context"], entry["batch"], entry["acceptance"]): entry["steps"]
-        for entry in record["cells"]
-    }
-
-
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -234,12 +224,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contexts", type=grid.numbers, default=[512, 4096, 16384])
     parser.add_argument("--batches", type=grid.numbers, default=[1, 16, 64])
     parser.add_argument("--acceptances", type=grid.fractions, default=[0.3, 0.6, 0.9])
-    parser.add_argument("--plan", default="", help="record of another process: its cells and steps only")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--run-seconds", type=float, default=0.5)
     parser.add_argument("--most-tokens", type=int, default=1024, help="most tokens a request gains in a run")
     parser.add_argument("--host-steps", type=int, default=0, help="steps of the host's time; 0 for none")
-    parser.add_argument("--seconds", type=float, default=0, help="no cell starts later; 0 for no limit")
+    parser.add_argument("--turns", default="", help="ends of the pipes over which turns are given")
+    parser.add_argument("--cache-gib", type=float, default=40.0, help="size of the KV cache")
     parser.add_argument("--capture-tokens", type=int, default=0, help="largest CUDA graph; 0 for vLLM's own")
     parser.add_argument("--max-len", type=int, default=20480)
     parser.add_argument("--folder", default="/tmp/nwor-shapes")
@@ -255,8 +245,8 @@ def main() -> None:
     args = parse()
     engine = Engine(args)
     try:
-        plan = read_plan(args.plan)
         engine.start()
+        engine.turns.ask("start")
         if args.host_steps:
             try:
                 engine.record["host_time"] = host_time.measure(engine, args.host_steps)
@@ -265,15 +255,12 @@ def main() -> None:
                 engine.record["host_time"] = {"error": traceback.format_exc(limit=-2)}
             engine.save()
         for cells in grid.groups(args.contexts, args.batches, args.acceptances):
-            chosen = [cell for cell in cells if not plan or cell in plan]
-            if not chosen:
-                continue
             try:
-                engine.measure(chosen, plan)
+                engine.measure(cells)
             except Exception as error:
                 traceback.print_exc()
                 done = {(e["context"], e["batch"], e["acceptance"]) for e in engine.record["cells"]}
-                left = [c for c in chosen if (c.context, c.batch, c.acceptance) not in done]
+                left = [c for c in cells if (c.context, c.batch, c.acceptance) not in done]
                 engine.skip(left, f"{type(error).__name__}: {error}")
     except Exception:
         traceback.print_exc()

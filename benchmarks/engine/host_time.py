@@ -1,4 +1,4 @@
-"""Host time that NWOR adds to a step, mode `off` against `stage`, in blocks of steps that take turns.
+"""Host time of a step, without NWOR, in mode `off` and in `stage`, in blocks of steps that take turns.
 
 Two passes over the same batch. ``runner`` times the model runner's two calls of a step, `execute_model` and
 `sample_tokens`, as wholes. They prepare inputs and launch kernels; on a single GPU none of their code waits
@@ -33,9 +33,7 @@ def measure(engine: Any, steps: int) -> dict[str, Any]:
     batch = min(BATCH, max(engine.args.batches))
     context = CONTEXT
     modes = [mode for mode in engine.modes if mode != "cow"]
-    passes = {"runner": "bench_watch_runner"}
-    if engine.nwor_modes:
-        passes["hooks"] = "bench_watch_hooks"
+    passes = {"runner": "bench_watch_runner", "hooks": "bench_watch_hooks"}
     engine.set_acceptance(ACCEPTANCE)
     for mode in modes:  # fills the prefix cache and warms each mode up
         engine.set_mode(mode)
@@ -43,10 +41,15 @@ def measure(engine: Any, steps: int) -> dict[str, Any]:
             requests.run(SKIPPED)
     result: dict[str, Any] = {"batch": batch, "context": context, "acceptance": ACCEPTANCE}
     for name, method in passes.items():
+        if name == "hooks" and not engine.nwor_modes:
+            for turn in range(TURNS):  # nothing to time, but the other engine has turns here
+                engine.turns.ask("host", cell=f"{name}/{turn}")
+            continue
         with engine.batch(context, batch) as requests:
             engine.llm.collective_rpc(method)
             try:
                 for turn in range(TURNS):
+                    engine.turns.ask("host", cell=f"{name}/{turn}")
                     for mode in modes if turn % 2 == 0 else modes[::-1]:
                         engine.set_mode(mode)
                         engine.llm.collective_rpc("bench_watch_label", args=(f"{mode}/{turn}",))

@@ -25,11 +25,12 @@ are in the prefix cache. Measured are a fixed number of steps after every reques
 the tokens of just those steps; no request finishes among them. The number of steps is such that stock vLLM
 takes about {run_seconds} s, but no request gains more than about {most_tokens} tokens. NWOR does the same
 steps, and as each request's acceptance follows from its seed, accepts the same tokens in them. Stock vLLM
-runs in a process of its own without NWOR; NWOR's modes take turns in one process. {repeats} runs of each.
+runs in a process of its own without NWOR. Both processes are on the machine at once and alternate, run by
+run; NWOR's modes take turns in theirs. {repeats} runs of each.
 
 A cell reads `stock tokens/s; off / stock; stage / stock (least..greatest run)`, medians of the runs. The
 noise of a ratio is half the spread of both sides' runs, added up. It cannot know how one start of an engine
-differs from another; `off / stock` gives an idea of that. **Bold**: `stage` is below 1.00 by more than the
+differs from another. **Bold**: `stage` is below 1.00 by more than the
 noise. †: the batch is larger than the largest CUDA graph that vLLM captures, and its steps run without.
 ‡: some windows were written directly, against the mode."""
 HOST = """\
