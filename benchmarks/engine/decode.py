@@ -267,6 +267,8 @@ def main() -> None:
         engine.record["error"] = traceback.format_exc(limit=-2)
         engine.save()
         sys.exit(1)
+    finally:
+        engine.turns.end()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,13 @@ class Turns:
         reply: Message = json.loads(line)
         return reply
 
+    def end(self) -> None:
+        """Ask for no more turns; processes that this one has started may hold the pipe open beyond its end."""
+        if self._write is not None:
+            self._write.write(json.dumps({"at": "end"}) + "\n")
+            self._write.close()
+            self._write = None
+
 
 @dataclass
 class Player:
@@ -93,7 +100,8 @@ class Player:
                 return
             self._rest += part
         line, _, self._rest = self._rest.partition(b"\n")
-        self.waiting = json.loads(line)
+        message: Message = json.loads(line)
+        self.waiting = None if message["at"] == "end" else message
 
     def answer(self, reply: Mapping[str, Any]) -> None:
         """Give the process its turn; one that has ended in between is found when it is listened to."""

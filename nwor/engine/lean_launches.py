@@ -29,6 +29,8 @@ PACKAGES = ("vllm.v1.worker.gpu.",)
 MOST_WAYS = 512
 
 _INT32 = 0x7FFFFFFF
+#: Types of constants and options that a kernel may be remembered by.
+_PLAIN = frozenset({int, bool, float, str, type(None), torch.dtype})
 
 
 def _kind(value: Any) -> str:
@@ -63,6 +65,7 @@ def _source(names: Sequence[str], kinds: Sequence[str], passed: Sequence[str]) -
         elif kind == "float":
             checks.append(f"{name}.__class__ is float")
         else:  # True equals 1, but makes another kernel
+            checks.append(f"{name}.__class__ is bool" if kind == "bool" else f"{name}.__class__ in plain")
             key += [name, f"{name}.__class__"]
     if whole:
         checks.append(f"-1 <= ({' | '.join(whole)}) <= {_INT32}")
@@ -122,7 +125,7 @@ class _Form:
         if "" in kinds or len(args) > len(order):
             return
         by_name = dict(zip(called, zip(names, kinds, strict=True), strict=True))
-        space: dict[str, Any] = {"ways": self.ways, "device": device, "stream": stream}
+        space: dict[str, Any] = {"ways": self.ways, "device": device, "stream": stream, "plain": _PLAIN}
         passed = []
         for name, parameter in parameters.items():
             if name in by_name:

@@ -25,7 +25,11 @@ spec.loader.exec_module(turns)
 
 
 def _play(
-    name: str, count: int, seen: list[tuple[str, int, Any]], wait: threading.Event | None = None
+    name: str,
+    count: int,
+    seen: list[tuple[str, int, Any]],
+    wait: threading.Event | None = None,
+    says_end: bool = True,
 ) -> Any:
     (theirs_read, ours_write), (ours_read, theirs_write) = os.pipe(), os.pipe()
 
@@ -36,8 +40,10 @@ def _play(
             seen.append((name, turn, reply["steps"]))
             if wait is not None:
                 wait.wait(20)
-        mine._write.close()
-        mine._read.close()
+        if says_end:
+            mine.end()
+        else:
+            mine._write.close()
 
     threading.Thread(target=run, daemon=True).start()
     return turns.Player(name, ours_read, ours_write)
@@ -51,7 +57,7 @@ def _close(players: list[Any]) -> None:
 
 def test_turns_alternate_and_the_first_decides_for_both():
     seen: list[tuple[str, int, Any]] = []
-    players = [_play("first", 3, seen), _play("second", 5, seen)]
+    players = [_play("first", 3, seen), _play("second", 5, seen, says_end=False)]
     steps: dict[str, int] = {}
 
     def decide(player: Any, message: dict[str, Any]) -> dict[str, int]:
