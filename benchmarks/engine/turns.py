@@ -54,7 +54,7 @@ class Turns:
         return reply
 
     def end(self) -> None:
-        """Ask for no more turns; processes that this one has started may hold the pipe open beyond its end."""
+        """Ask for no more turns; what this process has started may hold the pipe open beyond its end."""
         if self._write is not None:
             self._write.write(json.dumps({"at": "end"}) + "\n")
             self._write.close()
