@@ -20,7 +20,7 @@ from tests.engine.runner import V2
 pytestmark = pytest.mark.engine
 
 #: Fewer where kernels are interpreted: sampling a token takes a hundred times as long.
-PROMPTS, NEW_TOKENS = (6, 10) if V2 else (16, 24)
+PROMPTS, NEW_TOKENS = (8, 12) if V2 else (16, 24)
 #: Windows of all requests are fewer; windows beside a chunk of a prompt are more.
 FEW_ROWS = 45
 
@@ -59,8 +59,11 @@ def _run(llm: Any, mode: str, *, seeded: bool = False) -> list[tuple[int, ...]]:
     _drain(llm)
     assert llm.reset_prefix_cache()
     llm.collective_rpc("nwor_reset_stats")
-    lines = "        for item in items:\n            total += item\n"
-    prompts = [f"class Item{i}:\n    def method(self):\n" + lines * (1 + 7 * (i % 3)) for i in range(PROMPTS)]
+    bodies = ["return a + b", "for i in range(10):\n        total += i", "raise ValueError(message)", "x = {"]
+    prompts = [
+        f"class Item{i}:\n    def method_{i}(self, a, b):\n        " + bodies[i % 4] * (1 + 12 * (i % 3))
+        for i in range(PROMPTS)
+    ]
     params = [
         SamplingParams(temperature=0.8 if seeded else 0.0, seed=7 + i, max_tokens=NEW_TOKENS, ignore_eos=True)
         for i in range(PROMPTS)
