@@ -192,7 +192,8 @@ class RankState:
 
     def add_bytes(self, more: Mapping[str, int]) -> None:
         """Count bytes by path that the figures of the windows' kinds do not say."""
-        add_bytes(self._tally.extra, more)
+        with self._folding:
+            add_bytes(self._tally.extra, more)
 
     def reset(self) -> None:
         """Start counting anew."""

@@ -28,19 +28,13 @@ class EarlierStages:
 
     Attributes:
         token_bytes: bytes of one token over their staged layers, on all their ranks.
-        copied_bytes: bytes that they copy aside for each token of a staged window; 0 where they need not.
+        copied_bytes: bytes that they copy aside after the forward pass for each token of a staged window; 0
+            where they need not.
 
     """
 
     token_bytes: int
     copied_bytes: int
-
-    def copies(self, kind: WindowKind) -> dict[str, int]:
-        """Return by path what they write beyond the figures of a window's kind."""
-        mode, reason, drafts, _ = kind
-        if reason or mode != Mode.STAGE or not self.copied_bytes:
-            return {}
-        return {"stage": (1 + drafts) * self.copied_bytes}
 
     def missing(self, kind: WindowKind) -> dict[str, int]:
         """Return by path, negative, what they do not write of a window that they never finish."""
@@ -64,7 +58,8 @@ class Tally:
 
     Attributes:
         kinds: windows by kind.
-        extra: bytes by path that were written beyond the figures of the kinds; see :class:`EarlierStages`.
+        extra: bytes by path that were written beyond the figures of the kinds: see
+            :meth:`StepRecord.copies` and :meth:`EarlierStages.missing`.
 
     """
 
@@ -123,6 +118,8 @@ class Treatment(NamedTuple):
         outside: why windows outside the batch are written directly; empty in mode ``off``.
         held_bytes: bytes that such a step keeps outside the paged cache, on all ranks: keys and values of
             windows (``stage``) or old bytes of draft slots (``cow``).
+        copied_bytes: bytes that the layers of all ranks copy aside for each row of the window batch, in a
+            step whose tensors are too large to be kept; 0 where windows stay where they are.
 
     """
 
@@ -133,6 +130,7 @@ class Treatment(NamedTuple):
     inside: str = ""
     outside: str = ""
     held_bytes: int = 0
+    copied_bytes: int = 0
 
     @property
     def draft_counts(self) -> list[int]:
@@ -183,7 +181,7 @@ class StepRecord(NamedTuple):
     @property
     def windows(self) -> dict[str, WindowKind]:
         """The kind of window of each verifying request; a line of Python for each, so not for every step."""
-        mode, _, staged, _, inside, outside, _ = self.treatment
+        mode, _, staged, _, inside, outside, _, _ = self.treatment
         windows = {}
         sampled = memoryview(self.sampled).cast("i")
         for index, drafts in enumerate(self.treatment.draft_counts):
@@ -191,3 +189,21 @@ class StepRecord(NamedTuple):
                 reason = inside if index < staged else outside
                 windows[self.request_ids[index]] = (mode, reason, drafts, max(sampled[index], 1) - 1)
         return windows
+
+    def copies(self, kind: WindowKind) -> dict[str, int]:
+        """Return by path what copying one of the step's windows aside wrote, on all ranks.
+
+        Every stage copies in a step whose tensors are too large to be kept. Stages before the last that copy
+        in any step do not do so twice.
+
+        Args:
+            kind: the window's kind.
+
+        """
+        mode, reason, drafts, _ = kind
+        if reason or mode != Mode.STAGE:
+            return {}
+        size, earlier = self.treatment.copied_bytes, self.facts.earlier
+        if not size and earlier is not None:
+            size = earlier.copied_bytes
+        return {"stage": (1 + drafts) * size} if size else {}

@@ -45,6 +45,8 @@ class WindowBatch:
         query_start_loc: int32 [num_requests + 1] on the device; the first row of each window.
         slots: by slot key, int64 [num_tokens]: the cache slot of each row, negative to skip.
         early: likewise, for rows that are written as the layers run, before they attend; none where None.
+        copy: whether each layer's rows are copied aside as they are staged (``stage``). A slice keeps all of
+            the step's tensor alive, which may have many more rows than the windows.
 
     """
 
@@ -54,6 +56,7 @@ class WindowBatch:
     query_start_loc: torch.Tensor
     slots: Mapping[int, torch.Tensor]
     early: Mapping[int, torch.Tensor] | None = None
+    copy: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class Window:
     _sources: Mapping[str, Source] = field(default_factory=dict)
     _tables: tuple[torch.Tensor, ...] = ()
     _logs: list[torch.Tensor] = field(default_factory=list)
+    _aside: Mapping[str, Source] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Index the layers by name and make the tables of each group."""
@@ -147,6 +151,8 @@ class Window:
         self.batch = batch
         self._state = _State.OPEN
         self.staging = batch.mode is Mode.STAGE
+        if batch.copy and self.staging:
+            self._aside = self._room(batch)
         if not self.staging:
             self._logs = [
                 group_ops.log(batch.slots[group.slot_key], batch.query_start_loc)
@@ -158,7 +164,8 @@ class Window:
 
         Args:
             name: the layer.
-            key: [num_tokens, num_kv_heads, head_size]; kept alive until commit or abort.
+            key: [num_tokens, num_kv_heads, head_size]; kept alive until commit or abort, unless the batch
+                says that it is to be copied.
             value: likewise.
 
         Raises:
@@ -170,8 +177,13 @@ class Window:
         if name in self._sources:
             raise WindowStateError(f"stage {name}: the layer was staged already in this step")
         assert isinstance(self._sources, dict)
-        self._sources[name] = (key, value)
         assert self.batch is not None
+        kept = key, value
+        if self.batch.copy:
+            kept = self._aside[name]
+            rows = self.batch.query_start_loc[-1:]
+            ops.stage_window([key], [value], [kept[0]], [kept[1]], rows, validate=False)
+        self._sources[name] = kept
         if self.batch.early is not None:
             group, layer = self._layers[name]
             layer.direct_write(key, value, self.batch.early[group.slot_key])
@@ -261,7 +273,7 @@ class Window:
 
         Args:
             copy: copy the staged keys and values aside too, where the next step overwrites them as it does
-                those that a CUDA graph makes.
+                those that a CUDA graph makes. What was copied as it was staged is not copied again.
 
         Raises:
             WindowStateError: if no batch is open, it fell back to direct writes, or a layer was never staged.
@@ -270,7 +282,7 @@ class Window:
         batch = self._require_open("release")
         if self._state is _State.DIRECT:
             raise WindowStateError("release: the batch was finished by direct writes")
-        if copy and batch.mode is Mode.STAGE:
+        if copy and batch.mode is Mode.STAGE and not batch.copy:
             # The graph's own tables name the memory that the copies are to replace.
             self._sources, self._tables = self._copies(batch), ()
         held = self._held(batch)
@@ -311,17 +323,25 @@ class Window:
     def _copies(self, batch: WindowBatch) -> dict[str, Source]:
         self._require_all(self._sources)
         rows = batch.query_start_loc[-1:].contiguous()
-        copies: dict[str, Source] = {}
+        copies = self._room(batch)
         for group in self.groups:
             names = [layer.name for layer in group.layers]
             keys, values = zip(*(self._sources[name] for name in names), strict=True)
-            # One tensor for all layers: the host makes it in each step.
-            shape = (2 * len(names), batch.num_tokens, *keys[0].shape[1:])
-            aside = keys[0].new_empty(shape).unbind()
-            own_keys, own_values = aside[: len(names)], aside[len(names) :]
+            own_keys, own_values = zip(*(copies[name] for name in names), strict=True)
             ops.stage_window(keys, values, own_keys, own_values, rows, validate=False)
-            copies |= zip(names, zip(own_keys, own_values, strict=True), strict=True)
         return copies
+
+    def _room(self, batch: WindowBatch) -> dict[str, Source]:
+        """Return memory for the window's rows of every layer, allocated anew; see ``docs/engine.md``."""
+        room: dict[str, Source] = {}
+        for group in self.groups:
+            count, first = len(group.layers), group.layers[0]
+            # One tensor for all layers: the host makes it in each step.
+            shape = (2 * count, batch.num_tokens, first.shape.num_kv_heads, first.shape.head_size)
+            sides = torch.empty(shape, dtype=first.source_dtype, device=first.kv_cache.device).unbind()
+            names = [layer.name for layer in group.layers]
+            room |= zip(names, zip(sides[:count], sides[count:], strict=True), strict=True)
+        return room
 
     def _tables_of(self, sources: Mapping[str, Source]) -> tuple[torch.Tensor, ...]:
         self._require_all(sources)
@@ -347,6 +367,7 @@ class Window:
         self.staging, self.finished_direct = False, True
         sources, self._sources = self._sources, {}
         self._write(sources, batch)
+        self._aside = {}
 
     def _write(self, sources: Mapping[str, Source], batch: WindowBatch) -> None:
         for name, (key, value) in sources.items():
@@ -375,3 +396,4 @@ class Window:
         self._sources = {}
         self._tables = ()
         self._logs = []
+        self._aside = {}

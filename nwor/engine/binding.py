@@ -88,18 +88,23 @@ class LayerBinding:
         return self.window.batch
 
     def stage(self, key: torch.Tensor, value: torch.Tensor) -> int:
-        """Hand the window's rows over.
+        """Hand the window's rows over; after an error the whole step is written directly from here on.
 
         Args:
             key: [rows, num_kv_heads, head_size] of the whole step.
             value: likewise.
 
         Returns:
-            How many leading rows belong to the window.
+            How many leading rows belong to the window; 0 after an error, when what was held back so far has
+            been written and this layer's rows are still to be.
 
         """
         tokens = self.batch.num_tokens
-        self.window.stage(self.layer.name, key[:tokens], value[:tokens])
+        try:
+            self.window.stage(self.layer.name, key[:tokens], value[:tokens])
+        except Exception as error:
+            self.give_up("stage", error)
+            return 0
         return tokens
 
     def attend_window(

@@ -1,4 +1,4 @@
-"""What earlier pipeline stages write differently, counted on a rank of the last one."""
+"""What earlier pipeline stages leave out, counted on a rank of the last one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ class CutShort:
         with self._lock:
             still_open = self._counted.setdefault(step, {})
             for request, kind in windows.items():
-                self._state.add_bytes(earlier.copies(kind))
                 if self._freed.since(step, request):
                     self._state.add_bytes(earlier.missing(kind))
                 else:

@@ -67,6 +67,7 @@ class KnownStep:
             num_tokens=tokens,
             query_start_loc=leading(query_start_loc, requests + 1),
             slots={key: leading(value, tokens) for key, value in slots.items()},
+            copy=self.treatment.copied_bytes > 0,
         )
         if addresses is not None:
             self._addresses, self._batch = addresses, batch
@@ -143,7 +144,9 @@ class StepPlan:
 
     def go_direct(self, reason: str) -> None:
         """Note that the whole step is written directly, and why."""
-        self.treatment = self.treatment._replace(num_requests=0, num_tokens=0, outside=reason, held_bytes=0)
+        self.treatment = self.treatment._replace(
+            num_requests=0, num_tokens=0, outside=reason, held_bytes=0, copied_bytes=0
+        )
 
 
 def int32_bytes(numbers: Sequence[int] | npt.NDArray[Any]) -> bytes:

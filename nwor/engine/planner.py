@@ -15,6 +15,13 @@ from nwor.modes import Mode
 from nwor.state import RankState
 from nwor.tally import Treatment
 
+#: A step of at most so many rows keeps its tensors whatever share of them its windows have. vLLM captures
+#: graphs up to here by default, and their pool holds as many rows of every layer.
+FEW_ROWS = 512
+#: And so does a step with at most so many times the rows of its window batch. A copy pays where it lets go of
+#: more than it takes; where windows are half of a step it does not.
+FEW_TIMES = 2
+
 
 class Planner:
     """Knows the shapes of the steps so far.
@@ -23,11 +30,16 @@ class Planner:
         state: the rank's state.
         longest_window: rows of the longest window.
 
+    Attributes:
+        largest_graph: rows of the largest batch that CUDA graphs may be captured for; 0 without graphs. Set
+            before the first step.
+
     """
 
     def __init__(self, state: RankState, longest_window: int) -> None:
         self._state = state
         self._longest = longest_window
+        self.largest_graph = 0
         self._known: dict[tuple[bytes, bytes], KnownStep] = {}
         self._latest_key: tuple[bytes, bytes] | None = None
         self._latest: KnownStep | None = None
@@ -76,10 +88,21 @@ class Planner:
                 if draft_counts[requests:].any():
                     reason = "batch_order"
                     state.log_once(reason, REASONS[reason].text)
-        held = 0
+        held = copied = 0
         if requests and state.mode is Mode.STAGE:
             held = tokens * state.engine_source_bytes
+            # The memory of steps that a graph may serve is the graph's, and let go of by nobody.
+            if sum(query_lens) > max(FEW_TIMES * tokens, FEW_ROWS, self.largest_graph):
+                copied = state.engine_source_bytes
         elif requests:
             held = (tokens - requests) * state.engine_token_bytes
-        treatment = Treatment(state.mode.value, drafts, requests, tokens, outside=reason, held_bytes=held)
+        treatment = Treatment(
+            state.mode.value,
+            drafts,
+            requests,
+            tokens,
+            outside=reason,
+            held_bytes=held,
+            copied_bytes=copied,
+        )
         return KnownStep(treatment, query_lens[:requests])

@@ -78,6 +78,7 @@ class Rank:
         """
         stages = stages or Stages()
         self.state.last_stage = stages.last
+        self._planner.largest_graph = self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
         verdict: tuple[str, str] | None = None
         bindings: list[tuple[Any, LayerBinding]] = []
         try:
@@ -377,8 +378,11 @@ class Rank:
         state.count(treatment, counts, plan.known.windows)
         commits, seconds = self.timer.drain()
         record = StepRecord(plan.request_ids, treatment, counts, state.facts, state.windows, commits, seconds)
-        if state.other_token_bytes:
-            self._cut_short.count(plan.step, record.windows)
+        if state.other_token_bytes or treatment.copied_bytes:
+            windows = record.windows
+            for kind in windows.values():
+                state.add_bytes(record.copies(kind))
+            self._cut_short.count(plan.step, windows)
         return record
 
     def drop(self) -> None:

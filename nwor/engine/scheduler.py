@@ -110,8 +110,8 @@ class NworScheduling(Scheduler):
         if record.facts is not self._nwor_facts:
             self._nwor_due = self._nwor_due or record.facts != self._nwor_facts
             self._nwor_facts = record.facts
-        if self._nwor_stages:
-            self._nwor_take_stages(record)
+        if record.facts.earlier is not None or record.treatment.copied_bytes:
+            self._nwor_take_extra(record)
         if len(waiting) >= MOST_WAITING:
             self._nwor_fold()
 
@@ -126,15 +126,12 @@ class NworScheduling(Scheduler):
         self._nwor_partial.update(record.windows.keys() & thrown_away)
         return frozenset(thrown_away)
 
-    def _nwor_take_stages(self, record: StepRecord) -> None:
-        """Count what pipeline stages before the last do differently."""
+    def _nwor_take_extra(self, record: StepRecord) -> None:
+        """Count what the windows' kinds do not say: copies, and what earlier stages leave out."""
         earlier = record.facts.earlier
-        if earlier is None:
-            return
         for request_id, kind in record.windows.items():
-            extra: dict[str, int] = {}
-            add_bytes(extra, earlier.copies(kind))
-            if self._nwor_freed.since(self._nwor_heard_of, request_id):
+            extra = record.copies(kind)
+            if earlier is not None and self._nwor_freed.since(self._nwor_heard_of, request_id):
                 add_bytes(extra, earlier.missing(kind))
             add_bytes(self._nwor_new.extra, extra)
             if self._nwor_runs(request_id):

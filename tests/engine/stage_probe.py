@@ -18,6 +18,7 @@ import torch
 from nwor.engine.attention_cpu import layer_cache_views
 from nwor.engine.layers import target_layers
 from server import cpu_sampling  # its import mends sampling in the worker's process, as the server does
+from tests.engine.copy_probe import set_few_rows
 
 assert cpu_sampling.KERNEL
 
@@ -35,7 +36,7 @@ class StageProbe:
         self._shadow = {name: layer.kv_cache.clone() for name, layer in self._layers.items()}
         self._seen: dict[str, Any] = {"steps": 0, "verified": 0, "rejected": 0, "accepted": 0}
         self._seen |= {"read": 0, "heard_early": 0, "cut_short": 0, "wrong": []}
-        self._seen["bytes"] = {"commit": 0, "log": 0, "restore": 0}
+        self._seen["bytes"] = {"commit": 0, "stage": 0, "log": 0, "restore": 0}
         self._written: dict[str, Any] = {}
         self._pending: list[dict[str, Any]] = []
         self._keys: dict[tuple[int, int], torch.Tensor] = {}
@@ -56,7 +57,8 @@ class StageProbe:
             self._before_and_after(runner, "prepare_attn", None, self._note_tables)
             self._first = min(self._layers, key=lambda name: int(name.split("layers.")[1].split(".")[0]))
             self._before_and_after(self._layers[self._first].impl, "forward", self._check_reads, None)
-        self._before_and_after(rank.window, "stage", None, self._note_early)
+        self._before_and_after(rank.window, "stage", None, self._note_staged)
+        self._before_and_after(rank.window, "_copies", None, self._note_copies_afterwards)
         self._before_and_after(rank.window, "begin", None, self._note_logs)
         for group_ops in rank.window._ops:
             self._watch_commits(group_ops)
@@ -134,6 +136,7 @@ class StageProbe:
     def _window_begins(self, plan: Any, query_start_loc: torch.Tensor, slots: Any) -> None:
         self._plan = plan
         if plan is not None:
+            self._held_drafts = plan.draft_counts[: plan.num_requests]
             self._starts = query_start_loc[: len(plan.request_ids) + 1].tolist()
 
     def _note_write(self, name: str) -> Any:
@@ -266,7 +269,43 @@ class StageProbe:
 
     # What is moved.
 
-    def _note_early(self, _: Any, name: str, key: Any, value: Any) -> None:
+    def set_copies(self, rows: int, always: bool) -> tuple[int, bool]:
+        """Have windows copied aside, and return what was in force before.
+
+        Args:
+            rows: steps with more rows than this copy as the layers run.
+            always: whether stages before the last copy after the forward pass, as they do with CUDA graphs.
+
+        """
+        state = self.model_runner.nwor.state
+        before, state.stages_copy = state.stages_copy, always
+        state.forget_facts()
+        return set_few_rows(self.model_runner, rows), before
+
+    def _note_copies_afterwards(self, copies: Any, batch: Any) -> None:
+        if batch.copy:
+            self._wrong("windows were copied twice")
+        windows = sum(1 + drafts for drafts in self._held_drafts if drafts)
+        for source in copies.values():
+            self._seen["bytes"]["stage"] += windows * sum(side[0].nbytes for side in source)
+
+    def _note_staged(self, _: Any, name: str, key: Any, value: Any) -> None:
+        self._note_copies(name, key, value)
+        self._note_early(name, key, value)
+
+    def _note_copies(self, name: str, key: Any, value: Any) -> None:
+        rank = self.model_runner.nwor
+        if not rank.window.batch.copy:
+            return
+        windows = sum(1 + drafts for drafts in self._held_drafts if drafts)
+        for kept, made in zip(rank.window.sources[name], (key, value), strict=True):
+            self._seen["bytes"]["stage"] += windows * kept[0].nbytes
+            if not torch.equal(kept, made):
+                self._wrong(f"{name}: the copy is not what the forward pass made")
+            if kept.untyped_storage().nbytes() != len(kept) * rank.state.source_token_bytes:
+                self._wrong(f"{name}: the copy keeps {kept.untyped_storage().nbytes()} bytes alive")
+
+    def _note_early(self, name: str, key: Any, value: Any) -> None:
         window = self.model_runner.nwor.window
         if window.batch.early is None:
             return

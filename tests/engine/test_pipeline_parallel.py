@@ -91,7 +91,7 @@ def _watched(llm: Any, mode: str, run: Callable[[], Any]) -> tuple[Any, list[dic
     counts = last["counts"]
     assert counts["direct_windows"] == {}
     # The figures are what was moved, on both stages together, to the byte.
-    for path in ("commit", "log", "restore"):
+    for path in ("commit", "stage", "log", "restore"):
         assert counts[f"{path}_bytes"] == sum(stage["bytes"][path] for stage in seen)
     told = [stat.nwor for stat in stats if getattr(stat, "nwor", None) is not None]
     _compare_with_counters(told, counts)
@@ -108,7 +108,7 @@ def _compare_with_counters(told: Sequence[Any], counts: dict[str, Any]) -> None:
     total = WindowCounts()
     for figures in told:
         total.add(Tally(figures.kinds, figures.extra).counts(figures.token_bytes))
-    for name in ("windows", "accepted_tokens", "baseline_bytes", "written_bytes"):
+    for name in ("windows", "accepted_tokens", "baseline_bytes", "stage_bytes", "written_bytes"):
         assert getattr(total, name) == counts[name]
 
 
@@ -128,6 +128,32 @@ def test_same_tokens_and_acceptance_in_every_mode(engine: Any, params: dict[str,
     assert results["stage"] == results["off"] == results["cow"]
     assert counted["stage"] == counted["off"] == counted["cow"]
     assert counted["off"][2] > 0
+
+
+def test_large_steps_copy_their_windows_once_on_every_stage(engine: Any) -> None:
+    """Beside long prompts; also where stages before the last copy in every step, as with CUDA graphs."""
+    prompts = [prompt * (1 + 5 * (i % 2)) for i, prompt in enumerate(PROMPTS)]
+
+    def run() -> list[tuple[int, ...]]:
+        return _generate(engine, prompts)
+
+    expected, _ = _watched(engine, "off", run)
+    copied = []
+    # No step, in layers of large steps, in both, after the forward pass alone.
+    for rows, always in ((64, False), (20, False), (20, True), (64, True)):
+        before = engine.collective_rpc("set_copies", args=(rows, always))[0]
+        try:
+            result, seen = _watched(engine, "stage", run)
+        finally:
+            engine.collective_rpc("set_copies", args=before)
+        assert result == expected
+        copied.append([stage["bytes"]["stage"] for stage in seen])
+    none, large, both, afterwards = copied
+    assert none == [0, 0]
+    assert min(large) > 0
+    assert both == [afterwards[0], large[1]]
+    assert afterwards[0] > large[0]
+    assert afterwards[1] == 0
 
 
 @pytest.mark.parametrize("pause", [False, True], ids=["ahead", "after-a-pause"])

@@ -1,4 +1,4 @@
-"""The exactness tests once more, on model runner V1 with steps scheduled ahead, as vLLM does on a GPU.
+"""Engine tests once more, on model runner V1 with steps scheduled ahead, as vLLM does on a GPU.
 
 By hand: ``NWOR_TEST_RUNNER=v1-ahead python -m pytest tests/engine/test_exactness_cpu.py``.
 """
@@ -18,7 +18,8 @@ from tests.server_process import ROOT
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(AHEAD, reason="runs only beside plain V1")]
 
 
-def test_on_model_runner_v1_with_steps_ahead() -> None:
+@pytest.mark.parametrize("file", ["test_exactness_cpu.py", "test_mixed_steps_cpu.py"])
+def test_on_model_runner_v1_with_steps_ahead(file: str) -> None:
     run = subprocess.run(
         [
             sys.executable,
@@ -28,7 +29,7 @@ def test_on_model_runner_v1_with_steps_ahead() -> None:
             "-x",
             "-p",
             "no:cacheprovider",
-            "tests/engine/test_exactness_cpu.py",
+            f"tests/engine/{file}",
         ],
         env={**os.environ, VARIABLE: "v1-ahead"},
         cwd=ROOT,

@@ -17,7 +17,7 @@ from nwor.engine.record import announce, in_flight_of
 from nwor.errors import WindowStateError
 from nwor.modes import Mode
 from nwor.state import RankState
-from nwor.tally import EarlierStages, Tally, Treatment
+from nwor.tally import EarlierStages, RankFacts, StepRecord, Tally, Treatment
 from nwor.window import StagedLayer, Window, WindowBatch, group_layers
 
 HEADS, SIZE, BLOCK, LAYERS = 2, 8, 4, 3
@@ -286,10 +286,16 @@ def test_a_request_that_ended_with_the_result_leaves_nothing_out():
     assert state.tally.extra == {}
 
 
-def test_copies_of_earlier_stages_are_staging_bytes():
+@pytest.mark.parametrize(("in_the_step", "per_token"), [(0, 15), (20, 20)])
+def test_copies_are_staging_bytes_and_counted_once(in_the_step, per_token):
+    """Where all stages copy as the layers run, those before the last do not copy again afterwards."""
     earlier = EarlierStages(token_bytes=30, copied_bytes=15)
-    assert earlier.copies(("stage", "", 4, 1)) == {"stage": 75}
-    assert earlier.copies(("cow", "", 4, 1)) == earlier.copies(("off", "", 4, 1)) == {}
+    treatment = Treatment("stage", b"", 0, 0, copied_bytes=in_the_step)
+    record = StepRecord([], treatment, b"", RankFacts("stage", 0, 40, earlier), 0)
+    assert record.copies(("stage", "", 4, 1)) == {"stage": 5 * per_token}
+    assert record.copies(("cow", "", 4, 1)) == record.copies(("off", "", 4, 1)) == {}
+    assert record.copies(("stage", "fault", 4, 1)) == {}
     assert earlier.missing(("off", "", 4, 1)) == {}
-    counts = Tally({("stage", "", 4, 1): 1}, earlier.copies(("stage", "", 4, 1))).counts(40)
-    assert (counts.commit_bytes, counts.stage_bytes, counts.saved_bytes) == (80, 75, 45)
+    counts = Tally({("stage", "", 4, 1): 1}, record.copies(("stage", "", 4, 1))).counts(40)
+    assert (counts.commit_bytes, counts.stage_bytes) == (80, 5 * per_token)
+    assert counts.saved_bytes == 200 - 80 - 5 * per_token

@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, cls: type = NworScheduling, **changes: Any) -> None:
         self.now, self.windows, self.sent, self.facts = 0.0, 0, [], FACTS
-        self.stages = 1
+        self.stages, self.copied_bytes = 1, 0
         vars(self).update(changes)
         self.ending: dict[str, int] = {}
         self.miscounted = 0
@@ -65,7 +65,9 @@ class Engine:
         self.now += seconds
         self.windows += len(accepted)
         drafts = np.full(len(accepted), DRAFTS, np.int32).tobytes()
-        treatment = Treatment(self.facts.mode, drafts, len(accepted), 5 * len(accepted))
+        treatment = Treatment(
+            self.facts.mode, drafts, len(accepted), 5 * len(accepted), copied_bytes=self.copied_bytes
+        )
         sampled = np.array([1 + count for count in accepted.values()], np.int32).tobytes()
         record = StepRecord(list(accepted), treatment, sampled, self.facts, self.windows, 1, 0.5)
         self.ends, self.accepted = ends, accepted
@@ -353,6 +355,26 @@ def test_what_earlier_stages_do_differently() -> None:
     assert last.nwor_extra == {"stage": 2 * 5 * 5, "commit": -2 * 30}
     total = {path: sum(figures.extra.get(path, 0) for figures in engine.sent) for path in ("stage", "commit")}
     assert total == {"stage": 4 * 5 * 5, "commit": -2 * 30}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_windows_copied_aside_in_some_steps(stages: int) -> None:
+    earlier = EarlierStages(30, 5) if stages == 2 else None
+    engine = Engine(stages=stages, facts=RankFacts("stage", 0, B, earlier))
+    engine.add("a", "b")
+    engine.step({"a": 1, "b": 4})
+    engine.copied_bytes = 12
+    engine.step({"a": 1, "b": 4})
+    last = engine.step({"a": 0, "b": 2}, ends=["b"])["b"].spec_decode_metrics
+    # A stage that copies in every step does not copy twice in these.
+    always = 5 * 5 if stages == 2 else 0
+    assert last.nwor_extra == {"stage": always + 2 * 5 * 12}
+    counts = last.tally.counts(last.nwor_token_bytes)
+    assert counts.written_bytes == (5 + 5 + 3) * B + counts.stage_bytes
+    engine.step({"a": 3, "b": 0}, ends=["a"])  # b has ended: no request's, but written all the same
+    assert sum(sent.extra.get("stage", 0) for sent in engine.sent) == 2 * always + 6 * 5 * 12
+    assert engine.total("late_windows") == 1
+    assert engine.mismatches() == {}
 
 
 def test_requests_with_stop_strings_report_in_each_step() -> None:
