@@ -33,6 +33,7 @@ class Planner:
     Attributes:
         largest_graph: rows of the largest batch that CUDA graphs may be captured for; 0 without graphs. Set
             before the first step.
+        copy_always: whether no step's keys and values stay where they are; likewise.
 
     """
 
@@ -40,6 +41,7 @@ class Planner:
         self._state = state
         self._longest = longest_window
         self.largest_graph = 0
+        self.copy_always = False
         self._known: dict[tuple[bytes, bytes], KnownStep] = {}
         self._latest_key: tuple[bytes, bytes] | None = None
         self._latest: KnownStep | None = None
@@ -92,7 +94,8 @@ class Planner:
         if requests and state.mode is Mode.STAGE:
             held = tokens * state.engine_source_bytes
             # The memory of steps that a graph may serve is the graph's, and let go of by nobody.
-            if sum(query_lens) > max(FEW_TIMES * tokens, FEW_ROWS, self.largest_graph):
+            large = sum(query_lens) > max(FEW_TIMES * tokens, FEW_ROWS, self.largest_graph)
+            if large or self.copy_always:
                 copied = state.engine_source_bytes
         elif requests:
             held = (tokens - requests) * state.engine_token_bytes

@@ -23,7 +23,7 @@ from nwor.engine.deferral import Deferral, RejectedCounts
 from nwor.engine.plan import StepPlan, early_batch, int32_bytes
 from nwor.engine.planner import Planner
 from nwor.engine.stages import Stages
-from nwor.engine.support import REASONS, Unsupported, check_engine, check_impl
+from nwor.engine.support import REASONS, Unsupported, check_engine, check_impl, memory_is_reused
 from nwor.modes import Mode
 from nwor.self_check import SelfCheck
 from nwor.state import RankState
@@ -79,6 +79,7 @@ class Rank:
         stages = stages or Stages()
         self.state.last_stage = stages.last
         self._planner.largest_graph = self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self._planner.copy_always = memory_is_reused(self.vllm_config.compilation_config)
         verdict: tuple[str, str] | None = None
         bindings: list[tuple[Any, LayerBinding]] = []
         try:

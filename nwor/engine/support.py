@@ -101,3 +101,27 @@ def check_impl(name: str, impl: Any) -> None:
     attn_type = getattr(impl, "attn_type", "decoder")
     if str(getattr(attn_type, "value", attn_type)) != "decoder":
         raise Unsupported("attention_feature", f"layer {name} is of type {attn_type}")
+
+
+def memory_is_reused(compilation: Any) -> bool:
+    """Return whether compiled code may put later tensors where a layer's keys and values lie.
+
+    Inductor plans the memory of what it compiles as a whole. Where vLLM takes attention and the update of the
+    cache out of that (its own compilation on CUDA, by default), their arguments cross from one compiled piece
+    to another, and what is referred to is not reused. Compiled in one piece, as on a CPU, keys and values are
+    dead to the compiler after their layer's attention, whoever else still refers to them.
+
+    Args:
+        compilation: vLLM's ``CompilationConfig``.
+
+    """
+    mode = compilation.mode
+    name = getattr(mode, "name", mode)
+    if name in (None, "NONE"):
+        return False
+    return (
+        name != "VLLM_COMPILE"
+        or bool(compilation.use_inductor_graph_partition)
+        or not compilation.splitting_ops_contain_attention()
+        or not compilation.splitting_ops_contain_kv_cache_update()
+    )
