@@ -9,7 +9,8 @@ which A were accepted and R = D - A rejected::
     written, cow      = (F + D) * b + D * b (log) + R * b (restore)
     saved             = baseline - written       negative where it is negative
 
-What pipeline stages before the last do differently is counted beside this: ``nwor.tally.EarlierStages``.
+Staged copies are counted beside the windows' own figures (``nwor.tally.StepRecord.copies``), and so is what
+pipeline stages before the last leave out (``nwor.tally.EarlierStages``).
 """
 
 from __future__ import annotations
@@ -151,17 +152,15 @@ def count_window(
     draft_tokens: int,
     accepted_tokens: int,
     token_bytes: int,
-    staged_copy: bool = False,
     direct_reason: str | None = None,
 ) -> WindowCounts:
-    """Return the counts of one finished window.
+    """Return the counts of one finished window; copies of staged windows are counted beside it.
 
     Args:
         mode: the mode that was in force for the window.
         draft_tokens: draft tokens in the window.
         accepted_tokens: how many of them were accepted.
         token_bytes: b, bytes of one token over all staged layers.
-        staged_copy: whether the window was copied aside instead of being kept where it was.
         direct_reason: why the window was written directly although ``mode`` is not ``off``; None where it
             was not.
 
@@ -186,7 +185,6 @@ def count_window(
         counts.committed_tokens = 1 + accepted_tokens
         counts.staged_tokens = tokens
         counts.commit_bytes = (1 + accepted_tokens) * token_bytes
-        counts.stage_bytes = tokens * token_bytes if staged_copy else 0
         return counts
     counts.outcomes["restored" if mode is Mode.COW and direct_reason is None else "direct"] = 1
     counts.direct_bytes = tokens * token_bytes

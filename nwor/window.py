@@ -332,7 +332,7 @@ class Window:
         return copies
 
     def _room(self, batch: WindowBatch) -> dict[str, Source]:
-        """Return memory for the window's rows of every layer, allocated anew; see ``docs/engine.md``."""
+        """Return new memory for the window's rows of every layer; docs/engine.md says why new."""
         room: dict[str, Source] = {}
         for group in self.groups:
             count, first = len(group.layers), group.layers[0]

@@ -18,7 +18,7 @@ import torch
 from nwor.engine.attention_cpu import layer_cache_views
 from nwor.engine.layers import target_layers
 from server import cpu_sampling  # its import mends sampling in the worker's process, as the server does
-from tests.engine.copy_probe import set_few_rows
+from tests.copy_watch import set_few_rows
 
 assert cpu_sampling.KERNEL
 

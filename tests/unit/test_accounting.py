@@ -20,24 +20,22 @@ def test_each_mode_against_its_formula(drafts, data, b):
     kw = {"draft_tokens": drafts, "accepted_tokens": accepted, "token_bytes": b}
     off = count_window(Mode.OFF, **kw)
     stage = count_window(Mode.STAGE, **kw)
-    copied = count_window(Mode.STAGE, staged_copy=True, **kw)
     cow = count_window(Mode.COW, **kw)
     fallen = count_window(Mode.STAGE, direct_reason="mla", **kw)
     assert off.written_bytes == off.baseline_bytes == (1 + drafts) * b
     assert stage.written_bytes == (1 + accepted) * b
     assert stage.saved_bytes == rejected * b
-    assert copied.saved_bytes == rejected * b - (1 + drafts) * b
     assert cow.saved_bytes == -(drafts + rejected) * b
     assert fallen.saved_bytes == 0
     assert fallen.direct_windows == {"mla": 1}
-    for counts in (off, stage, copied, cow, fallen):
+    for counts in (off, stage, cow, fallen):
         assert counts.rejected_tokens == rejected
 
 
 def test_adding_keeps_every_field():
     total = WindowCounts()
     parts = [
-        count_window(Mode.STAGE, draft_tokens=4, accepted_tokens=2, token_bytes=10, staged_copy=True),
+        count_window(Mode.STAGE, draft_tokens=4, accepted_tokens=2, token_bytes=10),
         count_window(Mode.COW, draft_tokens=3, accepted_tokens=0, token_bytes=10),
         count_window(Mode.STAGE, draft_tokens=1, accepted_tokens=1, token_bytes=10, direct_reason="mla"),
         count_window(Mode.STAGE, draft_tokens=1, accepted_tokens=1, token_bytes=10, direct_reason="mla"),
