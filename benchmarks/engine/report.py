@@ -231,7 +231,11 @@ def document(files: Sequence[dict[str, Any]]) -> str:
     settings = files[-1]["settings"]
     parts = ["# Decode throughput: stock vLLM against NWOR", "", "; ".join(about) + ".", ""]
     parts += [METHOD.format(**settings), ""]
-    parts += [f"Engines: {'; '.join(ways)}; `gpu_memory_utilization` 0.85, 64 requests.", ""] if ways else []
+    parts += (
+        [f"Engines: {'; '.join(ways)}; a KV cache of {settings['cache_gib']:g} GiB each, 64 requests.", ""]
+        if ways
+        else []
+    )
     if results:
         parts += ["## Summary", "", *summary(results), "", checks(results), ""]
         parts += ["## Cells", "", *tables(results)]

@@ -13,9 +13,9 @@ namespace nwor {
 // what it can tell from zero, or the scale is no ordinary number and `exact` is false.
 struct Quotient {
   float scale, reciprocal;
-  bool exact;
+  bool exact, one;  // `one`: every number is its own quotient, as where no scale was calibrated
 
-  __device__ __forceinline__ explicit Quotient(float by) : scale(by), reciprocal(1.f / by) {
+  __device__ __forceinline__ explicit Quotient(float by) : scale(by), reciprocal(1.f / by), one(by == 1.f) {
     const float magnitude = fabsf(by);
     exact = magnitude >= 0x1p-60f && magnitude <= 0x1p60f;
   }
@@ -31,8 +31,8 @@ struct Quotient {
 
 // Two numbers divided and rounded; the first in the low byte.
 __device__ __forceinline__ uint16_t quantize_pair(float2 pair, const Quotient& by, bool e5m2) {
-  return __nv_cvt_float2_to_fp8x2(make_float2(by.of(pair.x), by.of(pair.y)), __NV_SATFINITE,
-                                  e5m2 ? __NV_E5M2 : __NV_E4M3);
+  if (!by.one) pair = make_float2(by.of(pair.x), by.of(pair.y));
+  return __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
 }
 
 }  // namespace nwor

@@ -243,20 +243,22 @@ __device__ __noinline__ void copy_scattered_tile(const VerifyParams& p, int requ
   }
 }
 
-// Eight numbers of a window's key or value on their way into a tile. With an fp8 cache they are rounded to its format,
-// since the stock path would read them back from there.
+// Eight numbers of a window's key or value on their way into a tile, zeros where there is no such row. With an fp8
+// cache they are rounded to its format, since the stock path would read them back from there.
 template <class S>
-__device__ __forceinline__ void store_window_piece(const VerifyParams& p, uint4 data, int row, int eight,
+__device__ __forceinline__ void store_window_piece(const VerifyParams& p, uint4 data, bool valid, int row, int eight,
                                                    const Quotient& by, char* tile) {
   if constexpr (!S::kFp8) {
     *reinterpret_cast<uint4*>(tile + S::tile_offset(row, eight)) = data;
   } else {
     const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-    uint32_t pairs[4];
+    uint32_t pairs[4] = {0, 0, 0, 0};
+    if (valid) {  // most rows of a tile do not exist, and rounding is what takes time
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      pairs[i] = quantize_pair(make_float2(to_float(words[i] & 0xffff, p.is_bf16), to_float(words[i] >> 16, p.is_bf16)),
-                               by, p.is_e5m2);
+      for (int i = 0; i < 4; ++i)
+        pairs[i] = quantize_pair(
+            make_float2(to_float(words[i] & 0xffff, p.is_bf16), to_float(words[i] >> 16, p.is_bf16)), by, p.is_e5m2);
+    }
     *reinterpret_cast<uint2*>(tile + S::tile_offset(row, eight / 2) + eight % 2 * 8) =
         make_uint2(__byte_perm(pairs[0], pairs[1], 0x5410), __byte_perm(pairs[2], pairs[3], 0x5410));
   }
@@ -294,7 +296,7 @@ __device__ __noinline__ void convert_window_tile(const VerifyParams& p, int firs
     for (int k = 0; k < kBatch; ++k) {
       const int i = begin + k * S::kFillThreads;
       if (i < pieces)
-        store_window_piece<S>(p, data[k], row_of(i), eight_of(i), is_value(i) ? by_value : by_key,
+        store_window_piece<S>(p, data[k], row_of(i) < valid, row_of(i), eight_of(i), is_value(i) ? by_value : by_key,
                               shared + (is_value(i) ? to.value : to.key));
     }
   }

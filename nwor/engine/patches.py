@@ -61,6 +61,23 @@ LEDGER = (
     ),
 )
 
+#: What `lean_host` exchanges in the worker process of an engine that asked for NWOR; see the modules named.
+LEAN_LEDGER = (
+    Patch(
+        target="vllm.v1.worker.gpu.model_runner.async_tensor_h2d",
+        why="two inputs that seldom change are sent to the GPU in each step",
+        how="nwor.engine.lean_inputs: sends again what has changed",
+        removal="when model runner V2 keeps them on the device",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.input_batch._post_update_kernel",
+        why="Triton works the way from arguments to compiled kernel anew in each launch",
+        how="nwor.engine.lean_launches: gives this and each other Triton kernel of vllm.v1.worker.gpu a "
+        "`run` of its own, on the kernel object alone, that remembers the way",
+        removal="when Triton's launches cost no more",
+    ),
+)
+
 #: What an engine that asked for NWOR is scheduled by, where its configuration names nothing else.
 SCHEDULER = "nwor.engine.scheduler.create_scheduler"
 

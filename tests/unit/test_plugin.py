@@ -85,7 +85,7 @@ def _resolve(path: str) -> object:
 
 
 def test_ledger_names_what_exists_and_why():
-    for entry in patches.LEDGER:
+    for entry in patches.LEDGER + patches.LEAN_LEDGER:
         assert _resolve(entry.target) is not None
         assert entry.why
         assert entry.how
