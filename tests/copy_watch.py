@@ -34,7 +34,7 @@ class CopyWatch:
 
         """
         rank = self.model_runner.nwor
-        self._copies: dict[str, Any] = {"copied": 0, "kept": 0, "kept_mixed": 0, "bytes": 0, "wrong": []}
+        self._kept_seen: dict[str, Any] = {"copied": 0, "kept": 0, "kept_mixed": 0, "bytes": 0, "wrong": []}
         self._eager = eager
         commit, plan_step, stage = rank.window.commit, rank.plan_step, rank.window.stage
 
@@ -47,7 +47,7 @@ class CopyWatch:
             stage(name, key, value)
             for kept, made in zip(rank.window.sources[name], (key, value), strict=True):
                 if not torch.equal(kept, made):
-                    self._copies["wrong"].append(f"{name}: what is kept is not what the layer made")
+                    self._kept_seen["wrong"].append(f"{name}: what is kept is not what the layer made")
 
         def watched_commit(rejected: torch.Tensor) -> None:
             if rank.window.staging:
@@ -57,7 +57,7 @@ class CopyWatch:
         rank.plan_step, rank.window.stage, rank.window.commit = watched_plan, watched_stage, watched_commit
 
     def _look(self, rank: Any) -> None:
-        seen, plan, window, rows = self._copies, self._plan_of_step, rank.window, self._rows
+        seen, plan, window, rows = self._kept_seen, self._plan_of_step, rank.window, self._rows
         storages, source_bytes = {}, 0
         for source in window.sources.values():
             for tensor in source:
@@ -85,4 +85,35 @@ class CopyWatch:
         """Stop watching and return what was seen."""
         rank = self.model_runner.nwor
         del rank.plan_step, rank.window.stage, rank.window.commit
-        return self._copies
+        return self._kept_seen
+
+    def peaks_start(self, rows: int) -> None:
+        """Measure verify steps with more rows than this from now on, from their begin to their commit."""
+        rank = self.model_runner.nwor
+        self._peaks: list[float] = []
+        plan_step, begin, finish = rank.plan_step, rank.begin, rank.finish
+
+        def watched_plan(request_ids: Any, query_lens: Any, *args: Any) -> Any:
+            self._step_rows = int(sum(query_lens))
+            return plan_step(request_ids, query_lens, *args)
+
+        def watched_begin(plan: Any, *args: Any) -> None:
+            self._in_use: int | None = None
+            if plan is not None and self._step_rows > rows:
+                torch.cuda.reset_peak_memory_stats()
+                self._in_use = torch.cuda.memory_allocated()
+            begin(plan, *args)
+
+        def watched_finish(rejected: torch.Tensor) -> Any:
+            plan = finish(rejected)
+            if self._in_use is not None:
+                self._peaks.append((torch.cuda.max_memory_allocated() - self._in_use) / self._step_rows)
+            return plan
+
+        rank.plan_step, rank.begin, rank.finish = watched_plan, watched_begin, watched_finish
+
+    def peaks_stop(self) -> list[float]:
+        """Stop measuring and return, for each such step, the most bytes that it used, by its rows."""
+        rank = self.model_runner.nwor
+        del rank.plan_step, rank.begin, rank.finish
+        return self._peaks

@@ -114,7 +114,7 @@ class StageSet(Generic[Name]):
             latest = self._latest = name, self._sources.get(name)
         sources = latest[1]
         # The graphs of `stage` write nothing, so they leave nothing for others of the same step to read.
-        # Nor do they copy: no step that has to is small enough for a graph, and none may be counted so.
+        # Nor do they copy, as a step has to that is large or whose code takes its memory again.
         if sources is None or window.batch.early is not None or window.batch.copy:
             self._rank.go_direct("graph")
             return False

@@ -13,14 +13,13 @@ import torch
 
 from nwor.engine.layers import target_layers
 from server import cpu_sampling  # its import mends sampling in the worker's process, as the server does
+from tests.copy_watch import CopyWatch
 
 assert cpu_sampling.KERNEL
 
 
-class CacheProbe:
-    """Mixed into the worker by ``worker_extension_cls``."""
-
-    model_runner: Any
+class CacheProbe(CopyWatch):
+    """Mixed into the worker by ``worker_extension_cls``; vLLM takes one such class in a process."""
 
     def runner_module(self) -> str:
         """Return where the class of the model runner is defined."""

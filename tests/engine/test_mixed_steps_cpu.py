@@ -34,7 +34,7 @@ def engine() -> Iterator[Any]:
             max_num_seqs=8,
             max_num_batched_tokens=128,
             num_gpu_blocks_override=64,
-            worker_extension_cls="tests.engine.copy_probe.CopyProbe",
+            worker_extension_cls="tests.engine.cache_probe.CacheProbe",
         )
 
 

@@ -128,6 +128,7 @@ def check_request(figures: dict[str, Any]) -> None:
 
 
 def written(mode: str, figures: dict[str, Any], b: int) -> int:
+    """Return what windows cost that are not copied aside."""
     first, drafts = figures["first_tokens"], figures["draft_tokens"]
     return {
         "off": (first + drafts) * b,
@@ -148,11 +149,16 @@ def test_requests_add_up_to_the_counters_in_each_mode(server: ServerProcess, mod
     rank_before = report(server)["counters"]
     before = read_metrics(server)
     answers = asyncio.run(gather(server))
+    copied = 0
     for figures in answers:
         check_request(figures)
         assert figures["modes"] == [mode]
         assert figures["kv_bytes_baseline"] == (figures["first_tokens"] + figures["draft_tokens"]) * b
-        assert figures["kv_bytes_written"] == written(mode, figures, b)
+        # In `stage` windows beside many rows of prompts are copied; whether any are is a matter of time.
+        copies = figures["kv_bytes_written"] - written(mode, figures, b)
+        assert 0 <= copies <= (figures["kv_bytes_baseline"] if mode == "stage" else 0)
+        assert copies % b == 0
+        copied += copies
     delta = settled(server, before)
     total = {name: sum(figures[name] for figures in answers) for name in (*NUMBERS, *BYTES)}
     # One front end, one rank: requests, metrics, the rank's own counters and vLLM's say the same.
@@ -162,6 +168,7 @@ def test_requests_add_up_to_the_counters_in_each_mode(server: ServerProcess, mod
     assert delta["kv_write_bytes_baseline"] == total["kv_bytes_baseline"]
     paths = sum(value for name, value in delta.items() if name.startswith("kv_write_bytes "))
     assert paths == total["kv_bytes_written"]
+    assert delta["kv_write_bytes stage"] == copied
     rank = report(server)["counters"]
     for name in NUMBERS:
         assert rank[name] - rank_before[name] == total[name]

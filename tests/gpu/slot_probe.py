@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from nwor.engine.layers import target_layers
+from tests.copy_watch import CopyWatch
 
 
-class SlotProbe:
-    """Mixed into the worker by ``worker_extension_cls``."""
-
-    model_runner: Any
+class SlotProbe(CopyWatch):
+    """Mixed into the worker by ``worker_extension_cls``; vLLM takes one such class in a process."""
 
     def probe_start(self) -> None:
         """Watch every verify step in modes `stage` and `cow` from now on."""

@@ -64,7 +64,7 @@ def _engine(name: str, patch: pytest.MonkeyPatch) -> Iterator[Any]:
             "num_speculative_tokens": K,
         },
         additional_config={"nwor": {"mode": "off", "self_check_interval": 3}},
-        worker_extension_cls="tests.gpu.mixed_probe.MixedProbe",
+        worker_extension_cls="tests.gpu.slot_probe.SlotProbe",
         disable_log_stats=False,
         **extra,
     )
