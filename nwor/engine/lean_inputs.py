@@ -63,11 +63,3 @@ def apply() -> None:
 
     if not isinstance(model_runner.async_tensor_h2d, LeanCopies):
         model_runner.async_tensor_h2d = LeanCopies(model_runner.async_tensor_h2d)  # type: ignore[assignment]
-
-
-def remove() -> None:
-    """Put vLLM's own function back."""
-    from vllm.v1.worker.gpu import model_runner
-
-    if isinstance(model_runner.async_tensor_h2d, LeanCopies):
-        model_runner.async_tensor_h2d = model_runner.async_tensor_h2d.stock

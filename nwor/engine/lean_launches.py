@@ -87,7 +87,7 @@ def _source(names: Sequence[str], kinds: Sequence[str], passed: Sequence[str]) -
         return None
     kernel, run, function, packed = way
     run(grid[0], grid[1] if len(grid) > 1 else 1, grid[2] if len(grid) > 2 else 1,
-        stream(way_device := device()), function, packed, None, None, None, {", ".join(passed)})
+        stream(device()), function, packed, None, None, None, {", ".join(passed)})
     return kernel
 """
     )
@@ -245,10 +245,3 @@ def apply() -> int:
         kernel.run = LeanLaunch(kernel, knobs, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream)
         count += 1
     return count
-
-
-def remove() -> None:
-    """Let Triton launch the kernels of this process again."""
-    for kernel in _kernels():
-        if isinstance(kernel.run, LeanLaunch):
-            del kernel.run
