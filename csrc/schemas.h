@@ -43,7 +43,11 @@ inline constexpr const char* kRestoreSlots =
     "Tensor commit_counts, "
     "int num_kv_heads, int head_size, int block_size, int num_blocks, bool rejected=False) -> ()";
 
+// The index of each row's largest element. `workspace` holds zeros before a call and after it.
+inline constexpr const char* kArgmaxRows =
+    "argmax_rows(Tensor logits, Tensor(a!) output, Tensor(b!) workspace) -> ()";
+
 inline constexpr const char* kAllSchemas[] = {
-    kVerifyAttention, kCommitWindow, kStageWindow, kLogSlots, kRestoreSlots};
+    kVerifyAttention, kCommitWindow, kStageWindow, kLogSlots, kRestoreSlots, kArgmaxRows};
 
 }  // namespace nwor

@@ -172,12 +172,27 @@ def check_stage(device: torch.device, dtype: torch.dtype) -> str:
     return "ok"
 
 
+def check_argmax(device: torch.device, dtype: torch.dtype) -> str:
+    """Find the largest elements of rows that are long and not aligned, twice with one workspace."""
+    from nwor import ops
+
+    logits = _tensor_fill((3, 20011), device, dtype)[:, 1:]
+    output = torch.empty(3, dtype=torch.int64, device=device)
+    workspace = ops.make_argmax_workspace(3, device)
+    for _ in range(2):
+        ops.argmax_rows(logits, output.fill_(-1), workspace)
+        if not torch.equal(output, logits.argmax(dim=-1)):
+            raise AssertionError("the indices differ from torch's")
+    return "ok"
+
+
 def _self_checks(report: Report, device: torch.device, dtype: torch.dtype) -> None:
     for name, check in (
         ("verify_attention", check_attention),
         ("commit_window", check_commit),
         ("log/restore_slots", check_log),
         ("stage_window", check_stage),
+        ("argmax_rows", check_argmax),
     ):
         report.check(f"{name} ({device.type})", functools.partial(check, device, dtype))
 

@@ -5,6 +5,7 @@ add_library(nwor_cpu SHARED
   cpu/verify_attention.cpp
   cpu/slot_ops.cpp
   cpu/stage_window.cpp
+  cpu/argmax_rows.cpp
   cpu/dispatch.cpp
   cpu/kernels_baseline.cpp)
 target_include_directories(nwor_cpu PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/cpu")

@@ -8,6 +8,7 @@ from nwor.ops.library import LibraryError
 from nwor.ops.registry import LIBRARIES  # loads the libraries; the modules below need them
 
 from nwor.ops.attention import MAX_WINDOW, verify_attention, verify_attention_workspace_size  # isort: skip
+from nwor.ops.argmax import argmax_rows, make_argmax_workspace
 from nwor.ops.commit_call import PreparedCommit
 from nwor.ops.layer_table import make_cache_table, make_layer_table
 from nwor.ops.slots import commit_window, log_slots, make_slot_log, restore_slots
@@ -18,8 +19,10 @@ __all__ = [
     "MAX_WINDOW",
     "LibraryError",
     "PreparedCommit",
+    "argmax_rows",
     "commit_window",
     "log_slots",
+    "make_argmax_workspace",
     "make_cache_table",
     "make_layer_table",
     "make_slot_log",

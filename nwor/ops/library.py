@@ -19,7 +19,7 @@ from nwor.errors import NworError
 
 CPU_LIBRARY = "libnwor_cpu.so"
 CUDA_LIBRARY = "libnwor_cuda.so"
-OP_NAMES = ("verify_attention", "commit_window", "stage_window", "log_slots", "restore_slots")
+OP_NAMES = ("verify_attention", "commit_window", "stage_window", "log_slots", "restore_slots", "argmax_rows")
 
 _REINSTALL = (
     "reinstall nwor next to this PyTorch: pip install --no-build-isolation --no-deps --force-reinstall ."

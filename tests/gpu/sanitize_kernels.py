@@ -84,6 +84,14 @@ def move(cache: str, block: int, heads: int, size: int) -> None:
     op.stage_window(keys, values, *staged, torch.tensor([tokens], dtype=torch.int32, device=DEVICE))
 
 
+def largest(rows: int, vocab: int, dtype: torch.dtype, offset: int) -> None:
+    logits = numbers(rows, offset + vocab, dtype=dtype)[:, offset:]
+    output = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    workspace = ops.make_argmax_workspace(rows, DEVICE)
+    for _ in range(2):
+        ops.argmax_rows(logits, output, workspace)
+
+
 def main() -> None:
     for size in (64, 96, 128, 256):
         for query_heads, kv_heads in ((2, 2), (8, 2), (16, 2)):
@@ -102,6 +110,9 @@ def main() -> None:
         ("fp8", 16, 1, 9),
     ):
         move(cache, block, heads, size)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows, vocab, offset in ((1, 50001, 0), (7, 9000, 3), (600, 2048, 1), (2, 5, 1), (1, 1, 0)):
+            largest(rows, vocab, dtype, offset)
     torch.cuda.synchronize()
     print("all shapes ran")
 

@@ -90,8 +90,15 @@ def test_stage_window(device: torch.device) -> None:
     torch.library.opcheck(torch.ops.nwor.stage_window.default, (*lists, count))
 
 
+def test_argmax_rows(device: torch.device) -> None:
+    logits = torch.rand(3, 5000, device=device)
+    output = torch.zeros(3, dtype=torch.int64, device=device)
+    workspace = ops.make_argmax_workspace(3, device)
+    torch.library.opcheck(torch.ops.nwor.argmax_rows.default, (logits, output, workspace))
+
+
 @pytest.mark.parametrize(
-    "name", ["commit_window", "restore_slots", "log_slots", "stage_window", "verify_attention"]
+    "name", ["argmax_rows", "commit_window", "restore_slots", "log_slots", "stage_window", "verify_attention"]
 )
 def test_every_written_argument_is_declared(name: str) -> None:
     schema = getattr(torch.ops.nwor, name).default._schema
@@ -101,6 +108,7 @@ def test_every_written_argument_is_declared(name: str) -> None:
     assert (
         written
         == {
+            "argmax_rows": {"output", "workspace"},
             "commit_window": {"caches"},
             "restore_slots": {"caches"},
             "log_slots": {"log"},

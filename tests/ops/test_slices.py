@@ -90,6 +90,7 @@ def test_the_host_never_waits() -> None:
     log = ops.make_slot_log(SLOT.layers, len(slots.slots), SLOT.heads, SLOT.size, 2, device)
     staged = [[torch.zeros_like(key) for key in slots.keys] for _ in range(2)]
     count = torch.tensor([3], dtype=torch.int32, device=device)
+    logits, indices = torch.rand(2, 9000, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -100,5 +101,6 @@ def test_the_host_never_waits() -> None:
         ops.restore_slots(*arguments, slots.commit_counts, **slots.shape)
         ops.stage_window(slots.keys, slots.values, *staged, count)
         commit(SLOT, slots)
+        ops.argmax_rows(logits, indices, ops.make_argmax_workspace(2, device))
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -265,6 +265,48 @@ def test_stage_window(name: str, change: Change, message: str) -> None:
         ops.stage_window(**arguments)
 
 
+ARGMAX: list[tuple[str, Change, str]] = [
+    ("logits", constant([1.0]), "is list, wanted a tensor"),
+    ("logits", lambda t: t[0], "wanted 2 dimensions"),
+    ("logits", lambda t: t[:, :0], r"shape is \[3, 0\], wanted 1 to 2147483647 columns"),
+    ("logits", dtype_of(torch.float64), "dtype is torch.float64"),
+    ("logits", strided, "wanted 1 in the last dimension"),
+    ("output", constant(None), "is NoneType, wanted a tensor"),
+    ("output", lambda t: t[:2], r"shape is \[2\], wanted \[3\]"),
+    ("output", wider, r"shape is \[6\], wanted \[3\]"),
+    ("output", dtype_of(torch.int32), "dtype is torch.int32, wanted torch.int64"),
+    ("output", strided, "strides are"),
+    ("output", elsewhere, "device is meta"),
+    ("workspace", lambda t: t[:5], r"shape is \[5\], wanted at least 6 elements"),
+    ("workspace", dtype_of(torch.uint8), "dtype is torch.uint8, wanted torch.int64"),
+    ("workspace", strided, "strides are"),
+    ("workspace", elsewhere, "device is meta"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), ARGMAX, ids=lambda x: x if isinstance(x, str) else "")
+def test_argmax_rows(name: str, change: Change, message: str) -> None:
+    output = torch.full((3,), -7)
+    arguments = {
+        "logits": torch.rand(3, 40),
+        "output": output,
+        "workspace": ops.make_argmax_workspace(3, "cpu"),
+    }
+    arguments[name] = change(arguments[name])
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: .*{message}"):
+        ops.argmax_rows(**arguments)
+    # The op itself refuses it too, where the checks in Python are left out. (Meta tensors go to its fake.)
+    if message != "device is meta":
+        with pytest.raises(RuntimeError):
+            torch.ops.nwor.argmax_rows(*arguments.values())
+    assert (output == -7).all()
+
+
+def test_argmax_workspace_of_no_size() -> None:
+    with pytest.raises(ValueError, match=r"^rows: is -1"):
+        ops.make_argmax_workspace(-1, "cpu")
+
+
 @pytest.mark.parametrize("count", [torch.tensor([3]), torch.zeros(2, dtype=torch.int32), 3], ids=str)
 def test_stage_window_count(count: Any) -> None:
     lists = [[torch.zeros(6, 2, 16)] for _ in LISTS]

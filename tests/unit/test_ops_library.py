@@ -122,7 +122,14 @@ def test_doctor_reports_and_passes() -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for text in ("CPU library", "CUDA library", "verify_attention (cpu)", "all well", torch.__version__):
+    for text in (
+        "CPU library",
+        "CUDA library",
+        "verify_attention (cpu)",
+        "argmax_rows (cpu)",
+        "all well",
+        torch.__version__,
+    ):
         assert text in done.stdout
 
 
