@@ -28,6 +28,7 @@ class NworConfig:
         modes: the modes that may be switched to while the engine runs; graphs are captured for each of them.
         self_check_interval: verify the cache invariants on every N-th verify step; 0 turns the check off.
         lean_host: spare the host work of vLLM's own whose outcome is known beforehand.
+        lean_sampling: find the most likely tokens with NWOR's own kernels, on model runner V2 on CUDA.
 
     """
 
@@ -35,6 +36,7 @@ class NworConfig:
     modes: tuple[Mode, ...] = (Mode.OFF, Mode.STAGE, Mode.COW)
     self_check_interval: int = 0
     lean_host: bool = True
+    lean_sampling: bool = True
 
     def __post_init__(self) -> None:
         """Check that the settings fit together.
@@ -77,8 +79,9 @@ class NworConfig:
             values["modes"] = tuple(Mode)
         if "self_check_interval" in settings:
             values["self_check_interval"] = _parse_int("self_check_interval", settings["self_check_interval"])
-        if "lean_host" in settings:
-            values["lean_host"] = _parse_bool("lean_host", settings["lean_host"])
+        for name in ("lean_host", "lean_sampling"):
+            if name in settings:
+                values[name] = _parse_bool(name, settings[name])
         return cls(**values)
 
     @classmethod
@@ -106,6 +109,7 @@ class NworConfig:
             "modes": [mode.value for mode in self.modes],
             "self_check_interval": self.self_check_interval,
             "lean_host": self.lean_host,
+            "lean_sampling": self.lean_sampling,
         }
 
 

@@ -1,4 +1,4 @@
-"""Launches of vLLM's own small Triton kernels, with less Python before each.
+"""Launches of vLLM's own small Triton kernels, and of NWOR's one, with less Python before each.
 
 A decode step of model runner V2 launches some fifteen Triton kernels of a microsecond each, and Triton's
 `JITFunction.run` works the whole way from arguments to compiled kernel anew each time: it binds arguments,
@@ -24,7 +24,7 @@ import torch
 logger = logging.getLogger("vllm.nwor.lean_launches")
 
 #: Modules whose kernels are launched in every step.
-PACKAGES = ("vllm.v1.worker.gpu.",)
+PACKAGES = ("vllm.v1.worker.gpu.", "nwor.engine.lean_greedy")
 #: Ways remembered for one kernel and one form of call; more means that some argument never repeats.
 MOST_WAYS = 512
 

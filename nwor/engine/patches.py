@@ -61,7 +61,8 @@ LEDGER = (
     ),
 )
 
-#: What `lean_host` exchanges in the worker process of an engine that asked for NWOR; see the modules named.
+#: What `lean_host` and `lean_sampling` exchange in the worker process of an engine that asked for NWOR; see
+#: the modules named.
 LEAN_LEDGER = (
     Patch(
         target="vllm.v1.worker.gpu.model_runner.async_tensor_h2d",
@@ -75,6 +76,20 @@ LEAN_LEDGER = (
         how="nwor.engine.lean_launches: gives this and each other Triton kernel of vllm.v1.worker.gpu a "
         "`run` of its own, on the kernel object alone, that remembers the way",
         removal="when Triton's launches cost no more",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.sample_draft",
+        why="the drafter's argmax leaves most of the GPU idle with few rows, and no seam lies before it",
+        how="nwor.engine.lean_sampling: on the speculator alone, takes nwor.argmax_rows for it and leaves "
+        "other ways to draft to the original; only where the original's source is the known one",
+        removal="when vLLM's argmax of a few rows of logits fills the GPU",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler._verify",
+        why="greedy batches pass through kernels made for random ones, and no seam lies before them",
+        how="nwor.engine.lean_sampling: on the sampler alone, and for greedy batches alone, takes "
+        "nwor.argmax_rows and one small kernel; only where what it stands for has the known sources",
+        removal="when vLLM has a way of its own for greedy batches",
     ),
 )
 

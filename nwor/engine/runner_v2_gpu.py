@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from nwor.engine import lean_inputs, lean_launches
+from nwor.engine import lean_inputs, lean_launches, lean_sampling
 from nwor.engine.attention_flash import NworFlashAttentionImpl, layer_cache_views
 from nwor.engine.graphs import NworCudaGraphManager
 from nwor.engine.runner_v2 import NworRunnerV2
@@ -25,6 +25,9 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
         if not is_profiling:
             self.cudagraph_manager = NworCudaGraphManager.adopt(self.cudagraph_manager, self.nwor)
-            if self.nwor.state.config.lean_host:
+            config = self.nwor.state.config
+            if config.lean_sampling:
+                lean_sampling.apply(self.speculator, self.rejection_sampler, self.max_num_reqs, self.device)
+            if config.lean_host:
                 lean_inputs.apply()
                 lean_launches.apply()

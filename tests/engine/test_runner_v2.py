@@ -20,7 +20,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.skipif(V2, reason="runs only besid
 
 @pytest.mark.parametrize(
     "file",
-    ["test_exactness_cpu.py", "test_features_cpu.py", "test_mixed_steps_cpu.py", "test_pipeline_parallel.py"],
+    [
+        "test_lean_greedy_cpu.py",
+        "test_exactness_cpu.py",
+        "test_features_cpu.py",
+        "test_mixed_steps_cpu.py",
+        "test_pipeline_parallel.py",
+    ],
 )
 def test_on_model_runner_v2(file: str) -> None:
     pytest.importorskip("triton")

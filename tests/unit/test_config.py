@@ -28,6 +28,7 @@ def test_round_trip_through_plain_json(mode):
             "self_check_interval": 7,
             "modes": ["off", mode.value],
             "lean_host": False,
+            "lean_sampling": False,
         }
     )
     assert NworConfig.from_mapping(config.to_mapping()) == config
@@ -46,6 +47,7 @@ def test_round_trip_through_plain_json(mode):
         ({"self_check_interval": 1.5}, "whole number"),
         ({"lean_host": 1}, "true or false"),
         ({"lean_host": "false"}, "true or false"),
+        ({"lean_sampling": None}, "true or false"),
     ],
 )
 def test_wrong_settings_name_what_is_wanted(settings, word):

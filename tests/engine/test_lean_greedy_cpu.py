@@ -1,0 +1,84 @@
+"""Claim: rejection sampling the short way gives what vLLM's own kernels give for greedy batches.
+
+Coverage: windows full, of any length and empty, placeholders, synthetic acceptance, a drafter with fewer
+columns, rows of a padded vocabulary, ties; batches with one request that is not greedy. Triton's kernels,
+vLLM's and the short way's, are interpreted; the same runs on GPUs in tests/gpu/test_lean_sampling.py.
+Tolerance: none, places that nobody writes included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.engine.runner import V2
+
+if not V2:
+    pytest.skip("test_runner_v2.py runs it with Triton's interpreter", allow_module_level=True)
+
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+from nwor import ops
+from nwor.engine import lean_sampling
+from nwor.engine.lean_greedy import rejection_sample_greedy
+from tests.greedy_batches import CASES, Case, filled_memory, make, make_sampler, verify
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("turn", range(3))
+def test_same_tokens(case: Case, turn: int) -> None:
+    batch = make(replace(case, seed=case.seed + 100 * turn), CPU)
+    with filled_memory():
+        want = rejection_sample(
+            batch.logits,
+            batch.draft_logits,
+            batch.draft_sampled,
+            batch.cu_num_logits,
+            batch.pos,
+            batch.idx_mapping,
+            batch.expanded_idx_mapping,
+            batch.expanded_local_pos,
+            batch.temperature,
+            batch.seeds,
+            case.k,
+            batch.rates,
+        )
+        got = rejection_sample_greedy(
+            batch.logits,
+            case.draft_vocab,
+            batch.draft_sampled,
+            batch.cu_num_logits,
+            batch.pos,
+            batch.idx_mapping,
+            batch.seeds,
+            case.k,
+            batch.rates,
+            ops.make_argmax_workspace(len(batch.logits), CPU),
+        )
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    if case.agreement == 1.0:
+        assert got[1].tolist() == batch.cu_num_logits.diff().tolist()
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_in_place_of_the_samplers_method(greedy: bool, block: bool) -> None:
+    case = Case(lengths="mixed", seed=21)
+    batch = make(case, CPU)
+    if not greedy:
+        batch.temperature[batch.idx_mapping[2].long()] = 0.8
+    sampler = make_sampler(batch, case.k, block=block)
+    with filled_memory():
+        want = verify(sampler._verify, batch)
+        assert lean_sampling.apply(None, sampler, case.requests, CPU) == ["verifying"]
+        got = verify(sampler._verify, batch)
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.equal(ours, theirs)
+    assert sampler._verify.short == greedy
+    assert sampler.sampler.processed == 2  # once for each call
