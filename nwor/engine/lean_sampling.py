@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
@@ -147,6 +148,23 @@ class LeanVerify:
         self._workspace = ops.make_argmax_workspace(rows, device)
         self._rows = rows
 
+    def warm_up(self) -> None:
+        """Let Triton compile before the first request: vLLM's own warm-up has no greedy batch with drafts."""
+        device = self._workspace.device
+        one = torch.zeros(1, dtype=torch.int32, device=device)
+        rejection_sample_greedy(
+            torch.zeros(1, 8, device=device),
+            None,
+            one,
+            torch.arange(2, dtype=torch.int32, device=device),
+            one.long(),
+            one,
+            one.long(),
+            self._sampler.num_speculative_steps,
+            self._sampler.synthetic_conditional_rates,
+            self._workspace,
+        )
+
     def __call__(
         self,
         logits: torch.Tensor,
@@ -255,6 +273,8 @@ def apply(speculator: Any, sampler: Any, max_num_reqs: int, device: torch.device
             if reason is None:
                 rows = max_num_reqs * (sampler.num_speculative_steps + 1)
                 sampler._verify = LeanVerify(sampler, rows, device)
+                if HAS_TRITON:
+                    sampler._verify.warm_up()
         _tell("verifying", reason, done)
     return done
 
