@@ -58,7 +58,7 @@ def rejection(requests: int, vocab: int) -> dict[str, Callable[[], Any]]:
         torch.rand(rows, device="cuda") < 0.7, likely, torch.randint(0, vocab, (rows,), **int32)
     )
     starts = torch.arange(0, rows + 1, window, **int32)
-    states = torch.arange(requests, **int32)
+    states = torch.arange(requests, device="cuda")
     each = states.repeat_interleave(window)
     step = torch.arange(window, **int32).repeat(requests)
     positions = 500 + step.long()

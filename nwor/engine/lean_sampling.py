@@ -149,7 +149,10 @@ class LeanVerify:
         self._rows = rows
 
     def warm_up(self) -> None:
-        """Let Triton compile before the first request: vLLM's own warm-up has no greedy batch with drafts."""
+        """Let Triton compile before the first request: vLLM's own warm-up has no greedy batch with drafts.
+
+        The dtypes are those of model runner V2's inputs: others would be other kernels.
+        """
         device = self._workspace.device
         one = torch.zeros(1, dtype=torch.int32, device=device)
         rejection_sample_greedy(
@@ -158,7 +161,7 @@ class LeanVerify:
             one,
             torch.arange(2, dtype=torch.int32, device=device),
             one.long(),
-            one,
+            one.long(),
             one.long(),
             self._sampler.num_speculative_steps,
             self._sampler.synthetic_conditional_rates,
