@@ -47,6 +47,7 @@ class WindowBatch:
         early: likewise, for rows that are written as the layers run, before they attend; none where None.
         copy: whether each layer's rows are copied aside as they are staged (``stage``). A slice keeps all of
             the step's tensor alive, which may have many more rows than the windows.
+        planned: the attention plans that have been written for this batch.
 
     """
 
@@ -57,6 +58,7 @@ class WindowBatch:
     slots: Mapping[int, torch.Tensor]
     early: Mapping[int, torch.Tensor] | None = None
     copy: bool = False
+    planned: set[object] = field(default_factory=set, repr=False)
 
 
 @dataclass(frozen=True)

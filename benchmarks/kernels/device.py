@@ -70,8 +70,9 @@ class Step:
 
 
 def run_nwor(step: Step, workspace: torch.Tensor) -> Callable[[], None]:
-    """nwor's step: `verify_attention` in each layer, then one `commit_window` that accepts every token."""
+    """One step of nwor: plan, `verify_attention` in each layer, then one `commit_window` of every token."""
     cell = step.cell
+    plan = ops.make_verify_plan("cuda")
     counts = torch.full((cell.batch,), cell.window, dtype=torch.int32, device="cuda")
     table = ops.make_layer_table(step.keys, step.values, step.key_caches, step.value_caches)
     scales = torch.ones(LAYERS, device="cuda") if cell.fp8 else None
@@ -89,16 +90,24 @@ def run_nwor(step: Step, workspace: torch.Tensor) -> Callable[[], None]:
             step.queries[layer], step.keys[layer], step.values[layer],
             step.key_caches[layer], step.value_caches[layer],
             step.block_table, step.query_start_loc, step.seq_lens, step.output, workspace, None,
-            cell.heads[2] ** -0.5, cell.window, step.dtype_name, scale, scale, -1, 0.0, None, None,
+            cell.heads[2] ** -0.5, cell.window, step.dtype_name, scale, scale, -1, 0.0, None, None, plan,
+        )  # fmt: skip
+
+    def make_plan() -> None:
+        torch.ops.nwor.plan_verify_attention(
+            step.query_start_loc, step.seq_lens, plan, *cell.heads, cell.window, torch.bfloat16,
+            step.dtype_name, -1,
         )  # fmt: skip
 
     def run() -> None:
+        make_plan()
         for layer in range(LAYERS):
             verify(layer)
         commit()
 
     run.commit = commit  # type: ignore[attr-defined]
     run.verify = verify  # type: ignore[attr-defined]
+    run.plan = make_plan  # type: ignore[attr-defined]
     return run
 
 

@@ -56,7 +56,8 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
                       Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor output, Tensor workspace,
                       std::optional<Tensor> lse, double scale, int64_t max_query_len, std::string kv_cache_dtype,
                       std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, int64_t sliding_window,
-                      double softcap, std::optional<Tensor> sinks, std::optional<Tensor> ancestor_mask) {
+                      double softcap, std::optional<Tensor> sinks, std::optional<Tensor> ancestor_mask,
+                      std::optional<Tensor> /*plan*/) {
   check_dim(query, "query", 3);
   const int64_t tokens = query.size(0), heads = query.size(1), head_size = query.size(2);
   VerifyParams p{};
@@ -188,6 +189,14 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
   });
 }
 
+// The CPU plans in each call: it reads the lengths for its checks anyway, and planning is no part of its time.
+void plan_verify_attention(Tensor query_start_loc, Tensor seq_lens, Tensor /*plan*/, int64_t /*num_heads*/,
+                           int64_t /*num_kv_heads*/, int64_t /*head_size*/, int64_t /*max_query_len*/,
+                           ScalarType /*source_dtype*/, std::string /*kv_cache_dtype*/, int64_t /*sliding_window*/) {
+  check_vector(query_start_loc, "query_start_loc", ScalarType::Int, 1, query_start_loc);
+  check_vector(seq_lens, "seq_lens", ScalarType::Int, query_start_loc.size(0) - 1, query_start_loc);
+}
+
 }  // namespace
 }  // namespace nwor
 
@@ -196,4 +205,7 @@ extern "C" __attribute__((visibility("default"))) int64_t nwor_cpu_verify_worksp
   return nwor::workspace_bytes(workers, head_size);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(nwor, CPU, m) { m.impl("verify_attention", TORCH_BOX(&nwor::verify_attention)); }
+STABLE_TORCH_LIBRARY_IMPL(nwor, CPU, m) {
+  m.impl("verify_attention", TORCH_BOX(&nwor::verify_attention));
+  m.impl("plan_verify_attention", TORCH_BOX(&nwor::plan_verify_attention));
+}

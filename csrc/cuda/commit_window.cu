@@ -83,9 +83,13 @@ __device__ __forceinline__ uint32_t bits_of(uint16_t x) { return x; }
 template <class Type, int kWidth>
 __device__ __forceinline__ void quantize_piece(const typename Type::Element (&elements)[kWidth], const Quotient& by,
                                                bool e5m2, uint16_t (&converted)[kWidth / 2]) {
+  float numbers[kWidth];
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) numbers[e] = Type::widen(elements[e]);
+  by.divide(numbers);
 #pragma unroll
   for (int e = 0; e < kWidth; e += 2)
-    converted[e / 2] = quantize_pair(make_float2(Type::widen(elements[e]), Type::widen(elements[e + 1])), by, e5m2);
+    converted[e / 2] = static_cast<uint16_t>(round_pair(numbers[e], numbers[e + 1], e5m2));
 }
 
 // What the launch knows of the pieces that a token's rows are cut into.
@@ -179,7 +183,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
             *reinterpret_cast<uint32_t*>(to) = *reinterpret_cast<const uint32_t*>(converted);
           }
         } else {
-          *to = quantize_pair(make_float2(Type::widen(elements[0]), 0.f), by, p.is_e5m2) & 0xff;
+          float number[1] = {Type::widen(elements[0])};
+          by.divide(number);
+          *to = round_pair(number[0], 0.f, p.is_e5m2) & 0xff;
         }
       }
     }

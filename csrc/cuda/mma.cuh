@@ -124,17 +124,28 @@ __device__ __forceinline__ float4 cluster_load4(uint32_t address) {
   return value;
 }
 
-// The low two bytes of `pair`, two fp8 numbers, as two fp16 numbers (exact).
-__device__ __forceinline__ uint32_t fp8x2_to_half2(uint32_t pair, bool e5m2) {
-  if (e5m2) return __byte_perm(pair, 0, 0x1404);  // e5m2 is fp16 cut off after its first byte
+// Four fp8 numbers as two pairs of fp16 numbers (exact): those of the low bytes, and those of the high bytes.
+template <bool kE5m2>
+__device__ __forceinline__ void fp8x4_to_half2(uint32_t bytes, uint32_t& low, uint32_t& high) {
+  if constexpr (kE5m2) {  // fp16 cut off after its first byte
+    low = __byte_perm(bytes, 0, 0x1404);
+    high = __byte_perm(bytes, 0, 0x3424);
+  } else {
 #if __CUDA_ARCH__ >= 890
-  uint32_t result;
-  asm("{.reg .b16 low; cvt.u16.u32 low, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(result) : "r"(pair));
-  return result;
+    // The halves are named, not shifted: the conversion then takes its operand from either half of a register.
+    asm("{.reg .b16 first, second; mov.b32 {first, second}, %2;"
+        " cvt.rn.f16x2.e4m3x2 %0, first; cvt.rn.f16x2.e4m3x2 %1, second;}"
+        : "=r"(low), "=r"(high)
+        : "r"(bytes));
 #else
-  const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
-  return static_cast<uint32_t>(raw.x) | (static_cast<uint32_t>(raw.y) << 16);
+    const auto convert = [](uint32_t pair) {
+      const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
+      return static_cast<uint32_t>(raw.x) | (static_cast<uint32_t>(raw.y) << 16);
+    };
+    low = convert(bytes & 0xffff);
+    high = convert(bytes >> 16);
 #endif
+  }
 }
 
 }  // namespace nwor

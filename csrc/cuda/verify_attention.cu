@@ -35,10 +35,12 @@ size_t verify_workspace_bytes(int num_sms, int num_heads, int num_kv_heads, int 
   return ticket_bytes(num_sms) + size_t{2} * num_sms * kMaxBlocksPerSm * rows * (head_size + 2) * sizeof(float);
 }
 
-cudaError_t launch_verify_attention(VerifyParams params, int head_size, int max_query_len, void* workspace,
-                                    size_t workspace_bytes, int num_sms, cudaStream_t stream) {
-  LaunchRequest request{};
+namespace {
+
+// Finds what the choice of a kernel depends on, and launches it, or the kernel that plans for it.
+cudaError_t launch(LaunchRequest request, int head_size, int max_query_len) {
   int major = 0;
+  VerifyParams& params = request.params;
   if (const cudaError_t status = cudaGetDevice(&request.device); status != cudaSuccess) return status;
   if (const cudaError_t status = cudaDeviceGetAttribute(&request.max_shared_bytes,
                                                         cudaDevAttrMaxSharedMemoryPerBlockOptin, request.device);
@@ -47,20 +49,10 @@ cudaError_t launch_verify_attention(VerifyParams params, int head_size, int max_
   if (const cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, request.device);
       status != cudaSuccess)
     return status;
-  if (workspace_bytes <
-      verify_workspace_bytes(num_sms, params.num_heads, params.num_kv_heads, head_size, max_query_len))
-    return cudaErrorInvalidValue;
   params.group = Divisor(params.num_heads / params.num_kv_heads);
-  params.block = Divisor(params.block_size);
-  params.whole_tiles = params.block_size % kTileTokens == 0;
-  params.tickets = static_cast<int*>(workspace);
-  params.partial_stats = reinterpret_cast<float2*>(static_cast<char*>(workspace) + ticket_bytes(num_sms));
-  request.params = params;
   request.rows = params.num_heads / params.num_kv_heads * max_query_len;
-  request.num_sms = num_sms;
   request.has_clusters = major >= 9;
   request.has_wgmma = major == 9 && compiled_for_hopper();
-  request.stream = stream;
   switch (head_size) {
     case 64:
       return launch_head64(request);
@@ -73,6 +65,38 @@ cudaError_t launch_verify_attention(VerifyParams params, int head_size, int max_
     default:
       return cudaErrorInvalidValue;
   }
+}
+
+}  // namespace
+
+cudaError_t launch_verify_attention(VerifyParams params, int head_size, int max_query_len, void* workspace,
+                                    size_t workspace_bytes, int num_sms, cudaStream_t stream) {
+  if (workspace_bytes <
+      verify_workspace_bytes(num_sms, params.num_heads, params.num_kv_heads, head_size, max_query_len))
+    return cudaErrorInvalidValue;
+  params.block = Divisor(params.block_size);
+  params.whole_tiles = params.block_size % kTileTokens == 0;
+  params.tickets = static_cast<int*>(workspace);
+  params.partial_stats = reinterpret_cast<float2*>(static_cast<char*>(workspace) + ticket_bytes(num_sms));
+  LaunchRequest request{};
+  request.params = params;
+  request.num_sms = num_sms;
+  request.stream = stream;
+  return launch(request, head_size, max_query_len);
+}
+
+size_t verify_plan_bytes(int num_sms) {
+  return static_cast<size_t>(num_sms) * kMaxBlocksPerSm * sizeof(PlanEntry);
+}
+
+cudaError_t launch_verify_plan(VerifyParams params, int head_size, int max_query_len, void* plan, int num_sms,
+                               cudaStream_t stream) {
+  LaunchRequest request{};
+  request.params = params;
+  request.num_sms = num_sms;
+  request.plan = static_cast<PlanEntry*>(plan);
+  request.stream = stream;
+  return launch(request, head_size, max_query_len);
 }
 
 }  // namespace nwor

@@ -21,9 +21,8 @@ struct WarpState {
 };
 
 // S^T of one tile: scores[j][e] is of key row lane/4 + e/2*8 and query row 8j + lane%4*2 + e%2.
-template <class S>
-__device__ __forceinline__ void multiply_keys(uint32_t key_tile, uint32_t query, bool e5m2,
-                                              float (&scores)[S::kRowTiles][4]) {
+template <class S, bool kE5m2>
+__device__ __forceinline__ void multiply_keys(uint32_t key_tile, uint32_t query, float (&scores)[S::kRowTiles][4]) {
   constexpr int kKeyChunks = S::kRowBytes / 16;
   constexpr int kQueryChunks = S::kQueryRowBytes / 16;
   const int lane = threadIdx.x % 32;
@@ -47,10 +46,8 @@ __device__ __forceinline__ void multiply_keys(uint32_t key_tile, uint32_t query,
       load_matrix(bytes, chunk_further<kKeyChunks>(key_base, key_swizzle, k));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        a[i][0] = fp8x2_to_half2(bytes[2 * i] & 0xffff, e5m2);
-        a[i][1] = fp8x2_to_half2(bytes[2 * i + 1] & 0xffff, e5m2);
-        a[i][2] = fp8x2_to_half2(bytes[2 * i] >> 16, e5m2);
-        a[i][3] = fp8x2_to_half2(bytes[2 * i + 1] >> 16, e5m2);
+        fp8x4_to_half2<kE5m2>(bytes[2 * i], a[i][0], a[i][2]);
+        fp8x4_to_half2<kE5m2>(bytes[2 * i + 1], a[i][1], a[i][3]);
       }
     }
 #pragma unroll
@@ -64,9 +61,8 @@ __device__ __forceinline__ void multiply_keys(uint32_t key_tile, uint32_t query,
 }
 
 // O^T += V^T P^T, the probabilities as multiply_keys() laid the scores out.
-template <class S>
-__device__ __forceinline__ void multiply_values(uint32_t value_tile, bool e5m2,
-                                                const float (&probabilities)[S::kRowTiles][4],
+template <class S, bool kE5m2>
+__device__ __forceinline__ void multiply_values(uint32_t value_tile, const float (&probabilities)[S::kRowTiles][4],
                                                 float (&accumulator)[S::kHeadSize / 16][S::kRowTiles][4]) {
   constexpr int kChunks = S::kRowBytes / 16;
   const int lane = threadIdx.x % 32;
@@ -103,8 +99,7 @@ __device__ __forceinline__ void multiply_values(uint32_t value_tile, bool e5m2,
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint32_t even_odd = __byte_perm(bytes[2 * i + half], 0, 0x3120);
-          a[2 * half] = fp8x2_to_half2(even_odd & 0xffff, e5m2);
-          a[2 * half + 1] = fp8x2_to_half2(even_odd >> 16, e5m2);
+          fp8x4_to_half2<kE5m2>(even_odd, a[2 * half], a[2 * half + 1]);
         }
 #pragma unroll
         for (int j = 0; j < S::kRowTiles; ++j) mma16816<S::kKind>(accumulator[d + i][j], a, b[j][0], b[j][1]);
@@ -242,6 +237,7 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
   }
 
   copy_async_wait<S::kStages - 2>();
+  finish_query<S>(p, shared);
   __syncthreads();  // the query rows are there
   int slot = 0, load_slot = S::kStages - 1;
   // All groups take as many steps where they wait for each other; a group's last one may find no tile.
@@ -264,7 +260,11 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
     const uint32_t stage = stream.ring + slot * S::kStageBytes;
     slot = slot + 1 == S::kStages ? 0 : slot + 1;
     float scores[S::kRowTiles][4];
-    multiply_keys<S>(stage, query, p.is_e5m2, scores);
+    if (S::kFp8 && p.is_e5m2) {
+      multiply_keys<S, true>(stage, query, scores);
+    } else {
+      multiply_keys<S, false>(stage, query, scores);
+    }
     if (p.softcap != 0.f) {
       const float inner = 2.f * exponent_scale / p.softcap, outer = p.softcap / logit_scale;
 #pragma unroll
@@ -276,7 +276,11 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
     if (window || valid < kTileTokens || token < masked_before)
       mask_scores<S>(p, segment, warp_row, window, token, valid, scores);
     softmax_step<S>(exponent_scale, step == 0, scores, state);
-    multiply_values<S>(stage + S::kTileBytes, p.is_e5m2, scores, state.accumulator);
+    if (S::kFp8 && p.is_e5m2) {
+      multiply_values<S, true>(stage + S::kTileBytes, scores, state.accumulator);
+    } else {
+      multiply_values<S, false>(stage + S::kTileBytes, scores, state.accumulator);
+    }
   }
   copy_async_wait<0>();
 }
@@ -296,6 +300,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
   const MergeSpace<S> space{shared};
   const bool overlap = S::kOverlap && p.cluster == 1;
   begin_segment<S>(p, control.segments[0], rank, stream, shared);
+  prepare_walk(p, requests, control);
 #pragma unroll 1
   for (int turn = 0;; turn ^= 1) {
     const Segment& segment = control.segments[turn];

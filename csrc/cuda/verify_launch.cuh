@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <initializer_list>
 #include <mutex>
 
 #include "verify_wgmma.cuh"
@@ -14,8 +15,16 @@ struct LaunchRequest {
   int device, num_sms, max_shared_bytes;
   bool has_clusters;
   bool has_wgmma;
+  PlanEntry* plan;  // to be written instead of a launch of the kernel itself; null for that
   cudaStream_t stream;
 };
+
+// Tells plans apart that were made for other launches.
+inline uint32_t plan_key(std::initializer_list<int> of) {
+  uint32_t key = 2166136261u;
+  for (const int number : of) key = (key ^ static_cast<uint32_t>(number)) * 16777619u;
+  return key | 1;  // never that of memory that holds zeros
+}
 
 // What a device makes of one instantiation: how many workers of each cluster size it runs at a time.
 struct Residency {
@@ -107,6 +116,12 @@ cudaError_t launch(const LaunchRequest& request) {
   p.workers = residency.workers[p.cluster];
   p.by_workers = Divisor(p.workers);
   p.min_tiles = S::kMinTiles * S::kGroups * p.cluster;
+  p.plan_key = plan_key({p.workers, p.cluster, p.min_tiles, S::kRows, S::kTile, p.batch, p.num_kv_heads,
+                         static_cast<int>(p.group.value), p.sliding_window});
+  if (request.plan != nullptr) {
+    plan_kernel<S::kRows, S::kTile><<<(p.workers + 3) / 4, 128, 0, request.stream>>>(p, request.plan);
+    return cudaGetLastError();
+  }
   const int blocks = p.workers * p.cluster;
   p.partial_output = reinterpret_cast<float*>(p.partial_stats + 2 * static_cast<int64_t>(blocks) * S::kRows);
   cudaLaunchAttribute attribute;

@@ -43,11 +43,62 @@ int scale_count(const char* name, const MaybeTensor& scale, const Tensor& query,
   return static_cast<int>(count);
 }
 
+void* check_plan(const char* op, const Tensor& plan, const Tensor& beside, int num_sms) {
+  check_device(op, "plan", plan, beside);
+  const size_t wanted = verify_plan_bytes(num_sms), given = static_cast<size_t>(plan.numel()) * plan.element_size();
+  STD_TORCH_CHECK(plan.dim() == 1 && plan.scalar_type() == ScalarType::Byte && given >= wanted &&
+                      reinterpret_cast<uintptr_t>(plan.const_data_ptr()) % 16 == 0,
+                  op, ": plan has ", given, " bytes; it must be a 1-D uint8 tensor of at least ", wanted,
+                  " bytes, aligned to 16");
+  return plan.mutable_data_ptr();
+}
+
+void check_limits(const char* op, int64_t num_heads, int64_t num_kv_heads, int64_t head_size, int64_t max_query_len,
+                  int64_t sliding_window) {
+  STD_TORCH_CHECK(head_size == 64 || head_size == 96 || head_size == 128 || head_size == 256, op, ": head size ",
+                  head_size, " is not served on CUDA; it must be 64, 96, 128 or 256");
+  STD_TORCH_CHECK(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0, op, ": ", num_heads,
+                  " query heads are no multiple of ", num_kv_heads, " KV heads");
+  STD_TORCH_CHECK(max_query_len >= 1 && max_query_len <= kMaxWindow, op, ": max_query_len is ", max_query_len,
+                  "; it must be 1 to ", kMaxWindow);
+  STD_TORCH_CHECK(sliding_window == -1 || sliding_window > 0, op, ": sliding_window must be positive, or -1");
+}
+
+void plan_verify_attention(Tensor query_start_loc, Tensor seq_lens, Tensor plan, int64_t num_heads,
+                           int64_t num_kv_heads, int64_t head_size, int64_t max_query_len, ScalarType source_dtype,
+                           std::string kv_cache_dtype, int64_t sliding_window) {
+  constexpr const char* kPlanOp = "plan_verify_attention";
+  const CacheFormat format = parse_cache_format(kPlanOp, kv_cache_dtype);
+  STD_TORCH_CHECK(query_start_loc.is_cuda(), kPlanOp, ": query_start_loc must be a CUDA tensor");
+  check_limits(kPlanOp, num_heads, num_kv_heads, head_size, max_query_len, sliding_window);
+  STD_TORCH_CHECK(source_dtype == ScalarType::BFloat16 || source_dtype == ScalarType::Half, kPlanOp,
+                  ": source_dtype must be bfloat16 or float16 on CUDA");
+  check_vector(kPlanOp, "query_start_loc", query_start_loc, ScalarType::Int, 1, query_start_loc);
+  const int64_t batch = query_start_loc.size(0) - 1;
+  check_vector(kPlanOp, "seq_lens", seq_lens, ScalarType::Int, batch, query_start_loc);
+  const int num_sms = multiprocessors(query_start_loc.get_device_index());
+  void* entries = check_plan(kPlanOp, plan, query_start_loc, num_sms);
+  if (batch == 0) return;
+  VerifyParams p{};
+  p.query_start_loc = static_cast<const int*>(query_start_loc.const_data_ptr());
+  p.seq_lens = static_cast<const int*>(seq_lens.const_data_ptr());
+  p.batch = static_cast<int>(batch);
+  p.num_heads = static_cast<int>(num_heads);
+  p.num_kv_heads = static_cast<int>(num_kv_heads);
+  p.sliding_window = static_cast<int>(sliding_window);
+  p.is_bf16 = source_dtype == ScalarType::BFloat16;
+  p.is_fp8 = format.is_fp8;
+  const torch::stable::accelerator::DeviceGuard guard(query_start_loc.get_device_index());
+  check_launch(launch_verify_plan(p, static_cast<int>(head_size), static_cast<int>(max_query_len), entries, num_sms,
+                                  current_stream(query_start_loc)),
+               kPlanOp);
+}
+
 void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, Tensor block_table,
                       Tensor query_start_loc, Tensor seq_lens, Tensor output, Tensor workspace, MaybeTensor lse,
                       double scale, int64_t max_query_len, std::string kv_cache_dtype, MaybeTensor k_scale,
                       MaybeTensor v_scale, int64_t sliding_window, double softcap, MaybeTensor sinks,
-                      MaybeTensor ancestor_mask) {
+                      MaybeTensor ancestor_mask, MaybeTensor plan) {
   const CacheFormat format = parse_cache_format(kOp, kv_cache_dtype);
   STD_TORCH_CHECK(query.is_cuda() && query.dim() == 3 && query.stride(2) == 1, kOp,
                   ": query must be a CUDA tensor [tokens, heads, head_size] with a contiguous last dimension");
@@ -55,12 +106,9 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, kOp,
                   ": query must be bfloat16 or float16 on CUDA");
   const int64_t head_size = query.size(2), num_heads = query.size(1);
-  STD_TORCH_CHECK(head_size == 64 || head_size == 96 || head_size == 128 || head_size == 256, kOp, ": head size ",
-                  head_size, " is not served on CUDA; it must be 64, 96, 128 or 256");
   STD_TORCH_CHECK(key.dim() == 3, kOp, ": key must be [tokens, KV heads, head_size]");
   const int64_t num_kv_heads = key.size(1);
-  STD_TORCH_CHECK(num_kv_heads > 0 && num_heads % num_kv_heads == 0, kOp, ": ", num_heads,
-                  " query heads are no multiple of ", num_kv_heads, " KV heads");
+  check_limits(kOp, num_heads, num_kv_heads, head_size, max_query_len, sliding_window);
   check_rows("key", key, query, num_kv_heads);
   check_rows("value", value, query, num_kv_heads);
   check_rows("output", output, query, num_heads);
@@ -74,10 +122,7 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
   STD_TORCH_CHECK(block_table.scalar_type() == ScalarType::Int && block_table.dim() == 2 &&
                       block_table.size(0) >= batch && (block_table.size(1) < 2 || block_table.stride(1) == 1),
                   kOp, ": block_table must be int32 [at least ", batch, ", blocks] with contiguous rows");
-  STD_TORCH_CHECK(max_query_len >= 1 && max_query_len <= kMaxWindow, kOp, ": max_query_len is ", max_query_len,
-                  "; it must be 1 to ", kMaxWindow);
   STD_TORCH_CHECK(scale > 0, kOp, ": scale must be positive");
-  STD_TORCH_CHECK(sliding_window == -1 || sliding_window > 0, kOp, ": sliding_window must be positive, or -1");
   STD_TORCH_CHECK(softcap >= 0, kOp, ": softcap must not be negative");
 
   VerifyParams p{};
@@ -151,6 +196,7 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
                       reinterpret_cast<uintptr_t>(workspace.const_data_ptr()) % 16 == 0,
                   kOp, ": workspace has ", given, " bytes; it must be a 1-D uint8 tensor of at least ", wanted,
                   " bytes, aligned to 16");
+  if (plan) p.plan = static_cast<const PlanEntry*>(check_plan(kOp, *plan, query, num_sms));
   if (batch == 0 || query.size(0) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   check_launch(launch_verify_attention(p, static_cast<int>(head_size), static_cast<int>(max_query_len),
@@ -161,7 +207,14 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
 }  // namespace
 }  // namespace nwor
 
-STABLE_TORCH_LIBRARY_IMPL(nwor, CUDA, m) { m.impl("verify_attention", TORCH_BOX(&nwor::verify_attention)); }
+STABLE_TORCH_LIBRARY_IMPL(nwor, CUDA, m) {
+  m.impl("verify_attention", TORCH_BOX(&nwor::verify_attention));
+  m.impl("plan_verify_attention", TORCH_BOX(&nwor::plan_verify_attention));
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t nwor_cuda_verify_plan_size(int64_t num_sms) {
+  return static_cast<int64_t>(nwor::verify_plan_bytes(static_cast<int>(num_sms)));
+}
 
 // The size depends on the device's multiprocessors and the shape, not on the batch: each thread block has a fixed
 // part of the workspace, however many requests its share touches.

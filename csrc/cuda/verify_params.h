@@ -16,6 +16,8 @@ constexpr int kMaxRows = 80;        // most query rows that one thread block of 
 constexpr int kMaxBlocksPerSm = 4;  // most resident thread blocks of any instantiation
 constexpr int kMaxCluster = 8;      // thread blocks that add their results up through distributed shared memory
 
+struct PlanEntry;  // verify_walk.cuh
+
 struct VerifyParams {
   const void* query;             // [T, Hq, D]
   const void* key;               // [T, Hk, D]
@@ -58,7 +60,17 @@ struct VerifyParams {
   int cluster;            // thread blocks per worker
   int workers;            // clusters
   int min_tiles;          // fewest tiles worth a worker of their own
+  const PlanEntry* plan;  // one per worker, or null: then each thread block plans for itself
+  uint32_t plan_key;      // what a plan's entries carry if they were made for such a launch
 };
+
+// Bytes of a plan for any launch on a device.
+size_t verify_plan_bytes(int num_sms);
+
+// Queues the kernel that writes the plan of launches with the same lengths, heads, dtypes, sliding window and
+// max_query_len. Only these of the parameters are read.
+cudaError_t launch_verify_plan(VerifyParams params, int head_size, int max_query_len, void* plan, int num_sms,
+                               cudaStream_t stream);
 
 // Bytes of workspace that any call with these limits needs.
 size_t verify_workspace_bytes(int num_sms, int num_heads, int num_kv_heads, int head_size, int max_query_len);

@@ -87,13 +87,13 @@ struct Requests {
   const VerifyParams& p;
   int2* table;  // start; context and, in the top byte, window
 
-  // Called by the whole thread block.
+  // Called by the whole thread block; a barrier has to follow.
   __device__ __forceinline__ void fill() const {
+#pragma unroll 1
     for (int request = threadIdx.x; request < min(p.batch, kTabledRequests); request += blockDim.x) {
       const RequestWork work = read_request<kTile>(p, request);
       table[request] = make_int2(work.start, work.context | work.window << 24);
     }
-    __syncthreads();
   }
 
   __device__ __forceinline__ RequestWork get(int request) const {

@@ -30,10 +30,6 @@ __device__ __forceinline__ void look_up(const VerifyParams& p, const Segment& se
   block = __ldg(p.block_table + segment.request * p.block_table_row + page);
 }
 
-__device__ __forceinline__ float head_scale(const float* scales, int count, int head) {
-  return scales == nullptr ? 1.f : __ldg(scales + (count == 1 ? 0 : head));
-}
-
 // The cache block, and the offset in it, where this warp's rows of a context tile begin. Called for one step after
 // the other.
 template <class S>
@@ -79,9 +75,7 @@ __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& 
     rows.valid = segment.work.window - token;
     if (S::kFp8 || !p.aligned) {
       const uint32_t at = stage - smem_address(shared);
-      convert_window_tile<S>(p, segment.work.start + token, segment.head, rows.valid,
-                             head_scale(p.k_scale, p.k_scale_count, segment.head),
-                             head_scale(p.v_scale, p.v_scale_count, segment.head), shared,
+      convert_window_tile<S>(p, segment.work.start + token, segment.head, rows.valid, shared,
                              TileAddresses{at, at + S::kTileBytes});
       return;
     }

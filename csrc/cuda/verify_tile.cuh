@@ -108,13 +108,16 @@ __device__ __forceinline__ uint32_t chunk_further(uint32_t row, uint32_t swizzle
   return row + (swizzled ^ (distance << 4));
 }
 
-// Eight 16-bit numbers from global memory, whatever their alignment.
-__device__ __forceinline__ uint4 load_eight(const uint16_t* source, bool aligned) {
-  if (aligned) return __ldg(reinterpret_cast<const uint4*>(source));
+// Eight 16-bit numbers from global memory where they are not aligned.
+static __device__ __noinline__ uint4 load_eight_apart(const uint16_t* source) {
   uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) words[i] = source[2 * i] | (static_cast<uint32_t>(source[2 * i + 1]) << 16);
   return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+__device__ __forceinline__ uint4 load_eight(const uint16_t* source, bool aligned) {
+  return aligned ? __ldg(reinterpret_cast<const uint4*>(source)) : load_eight_apart(source);
 }
 
 __device__ __forceinline__ float to_float(uint16_t bits, bool is_bf16) {
@@ -129,40 +132,60 @@ struct PackedRow {
       : token(divide(packed, p.group)), head(packed - token * static_cast<int>(p.group.value)) {}
 };
 
-// Brings the query rows into shared memory, zeros where the window has none. fp8: as fp16, and within each 16
-// numbers in the order in which an fp8 tile's bytes fall into matrix fragments.
+// Sixteen numbers of a query row as the product with an fp8 cache wants them: fp16, in the order in which an fp8
+// tile's bytes fall into matrix fragments. Two numbers a word; `low` and `high` are both what comes and what becomes.
+__device__ __forceinline__ void arrange_query(bool is_bf16, uint4& low, uint4& high) {
+  uint32_t pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  if (is_bf16) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float first = __uint_as_float(pairs[i] << 16), second = __uint_as_float(pairs[i] & 0xffff0000u);
+      pairs[i] = pack2<Kind::kFp16>(fminf(fmaxf(first, -65504.f), 65504.f), fminf(fmaxf(second, -65504.f), 65504.f));
+    }
+  }
+  low = make_uint4(pairs[0], pairs[2], pairs[4], pairs[6]);
+  high = make_uint4(pairs[1], pairs[3], pairs[5], pairs[7]);
+}
+
+// The query rows on their way into shared memory, zeros where the window has none. Which thread copies what is for
+// finish_query() to know: each thread copies two neighbouring chunks of a row.
 template <class S>
 __device__ __forceinline__ void load_query(const VerifyParams& p, const Segment& segment, char* shared) {
-  constexpr int kChunks = S::kHeadSize / 8;
+  constexpr int kPairs = S::kHeadSize / 16;
   const auto* query = static_cast<const uint16_t*>(p.query) + segment.work.start * p.query_token +
                       static_cast<int64_t>(segment.head) * p.group.value * p.query_head;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < S::kRows * kChunks; i += S::kThreads) {
-    const int row = i / kChunks, chunk = i % kChunks;
+  for (int i = threadIdx.x; i < S::kRows * kPairs; i += S::kThreads) {
+    const int row = i / kPairs, chunk = i % kPairs * 2;
     const bool inside = row < segment.row_count;
     const PackedRow packed(p, segment.first_row + (inside ? row : 0));
     const uint16_t* from = query + packed.token * p.query_token + packed.head * p.query_head + chunk * 8;
-    if (!S::kFp8 && p.aligned) {
-      copy_async16(smem_address(shared) + S::query_offset(row, chunk), from, inside);
+    char *low_to = shared + S::query_offset(row, chunk), *high_to = shared + S::query_offset(row, chunk + 1);
+    if (p.aligned) {
+      copy_async16(smem_address(low_to), from, inside);
+      copy_async16(smem_address(high_to), from + 8, inside);
       continue;
     }
-    const uint4 data = inside ? load_eight(from, p.aligned) : make_uint4(0, 0, 0, 0);
-    if constexpr (!S::kFp8) {
-      *reinterpret_cast<uint4*>(shared + S::query_offset(row, chunk)) = data;
-    } else {
-      const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        uint32_t pair = words[w];
-        if (p.is_bf16) {
-          const float low = to_float(pair & 0xffff, true), high = to_float(pair >> 16, true);
-          pair = pack2<Kind::kFp16>(fminf(fmaxf(low, -65504.f), 65504.f), fminf(fmaxf(high, -65504.f), 65504.f));
-        }
-        const int from_pair = (chunk & 1) * 4 + w;  // pair of the 16 numbers: 0..7
-        const int to = (from_pair & 1) * 4 + from_pair / 2;
-        *reinterpret_cast<uint32_t*>(shared + S::query_offset(row, (chunk & ~1) + to / 4) + to % 4 * 4) = pair;
-      }
-    }
+    *reinterpret_cast<uint4*>(low_to) = inside ? load_eight_apart(from) : make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(high_to) = inside ? load_eight_apart(from + 8) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+// Gives query rows that have arrived the form that products with an fp8 cache want. Each thread does so for the
+// chunks that it copied itself, so that nobody waits for anybody; what follows needs a barrier.
+template <class S>
+__device__ __forceinline__ void finish_query(const VerifyParams& p, char* shared) {
+  if constexpr (!S::kFp8) return;
+  constexpr int kPairs = S::kHeadSize / 16;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < S::kRows * kPairs; i += S::kThreads) {
+    const int row = i / kPairs, chunk = i % kPairs * 2;
+    auto* low_at = reinterpret_cast<uint4*>(shared + S::query_offset(row, chunk));
+    auto* high_at = reinterpret_cast<uint4*>(shared + S::query_offset(row, chunk + 1));
+    uint4 low = *low_at, high = *high_at;
+    arrange_query(p.is_bf16, low, high);
+    *low_at = low;
+    *high_at = high;
   }
 }
 
@@ -243,63 +266,87 @@ __device__ __noinline__ void copy_scattered_tile(const VerifyParams& p, int requ
   }
 }
 
-// Eight numbers of a window's key or value on their way into a tile, zeros where there is no such row. With an fp8
-// cache they are rounded to its format, since the stock path would read them back from there.
+__device__ __forceinline__ float head_scale(const float* scales, int count, int head) {
+  return scales == nullptr ? 1.f : __ldg(scales + (count == 1 ? 0 : head));
+}
+
+// Eight numbers of a window's key or value into a tile. With an fp8 cache they are rounded to its format, since the
+// stock path would read them back from there.
 template <class S>
-__device__ __forceinline__ void store_window_piece(const VerifyParams& p, uint4 data, bool valid, int row, int eight,
+__device__ __forceinline__ void store_window_piece(const VerifyParams& p, uint4 data, int row, int eight,
                                                    const Quotient& by, char* tile) {
   if constexpr (!S::kFp8) {
     *reinterpret_cast<uint4*>(tile + S::tile_offset(row, eight)) = data;
   } else {
     const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-    uint32_t pairs[4] = {0, 0, 0, 0};
-    if (valid) {  // most rows of a tile do not exist, and rounding is what takes time
+    float numbers[8];
+    if (p.is_bf16) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        pairs[i] = quantize_pair(
-            make_float2(to_float(words[i] & 0xffff, p.is_bf16), to_float(words[i] >> 16, p.is_bf16)), by, p.is_e5m2);
+      for (int i = 0; i < 4; ++i) {
+        numbers[2 * i] = __uint_as_float(words[i] << 16);
+        numbers[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        numbers[2 * i] = to_float(words[i] & 0xffff, false);
+        numbers[2 * i + 1] = to_float(words[i] >> 16, false);
+      }
     }
     *reinterpret_cast<uint2*>(tile + S::tile_offset(row, eight / 2) + eight % 2 * 8) =
-        make_uint2(__byte_perm(pairs[0], pairs[1], 0x5410), __byte_perm(pairs[2], pairs[3], 0x5410));
+        quantize_eight(numbers, by, p.is_e5m2);
   }
 }
 
-// Brings a tile of window keys, values or both to where copying cannot: rows that are not aligned, or an fp8 cache.
-// All threads that fill a tile share the rows that exist; the others become zero. Offsets are from the beginning of
-// shared memory.
+// Brings a tile of window keys, values or, where a kernel has them side by side, both to where copying cannot: rows
+// that are not aligned, or an fp8 cache. All threads that fill a tile share the rows that exist; the others become
+// zero. Offsets are from the beginning of shared memory.
 template <class S>
-__device__ __noinline__ void convert_window_tile(const VerifyParams& p, int first, int head, int valid, float k_scale,
-                                                 float v_scale, char* shared, TileAddresses to) {
-  constexpr int kEights = S::kHeadSize / 8, kBatch = S::kFp8 ? 4 : 1;
-  const auto* key = static_cast<const uint16_t*>(p.key) + first * p.key_token + head * p.key_head;
-  const auto* value = static_cast<const uint16_t*>(p.value) + first * p.value_token + head * p.value_head;
-  const bool both = to.key != TileAddresses::kNone && to.value != TileAddresses::kNone;
-  const int pieces = S::kTile * kEights * (both ? 2 : 1);
-  const Quotient by_key(k_scale), by_value(v_scale);
+__device__ __noinline__ void convert_window_tile(const VerifyParams& p, int first, int head, int valid, char* shared,
+                                                 TileAddresses to) {
+  constexpr int kEights = S::kHeadSize / 8, kChunks = S::kRowBytes / 16;
+  constexpr int kSides = S::kTile == kTileTokens ? 2 : 1;
+  constexpr int kBatch = S::kFp8 ? 3 : 1;  // loads of a thread and side under way at a time
+  const bool keys_first = to.key != TileAddresses::kNone;
+  const uint16_t* from[2] = {static_cast<const uint16_t*>(p.key) + first * p.key_token + head * p.key_head,
+                             static_cast<const uint16_t*>(p.value) + first * p.value_token + head * p.value_head};
+  int64_t stride[2] = {p.key_token, p.value_token};
+  float scale[2] = {1.f, 1.f};
+  char* tile[2] = {shared + to.key, shared + to.value};
+  if constexpr (S::kFp8) {
+    scale[0] = head_scale(p.k_scale, p.k_scale_count, head);
+    scale[1] = head_scale(p.v_scale, p.v_scale_count, head);
+  }
+  if (!keys_first) from[0] = from[1], stride[0] = stride[1], scale[0] = scale[1], tile[0] = tile[1];
+
+  const int rows = min(valid, S::kTile), pieces = rows * kEights;
 #pragma unroll 1
   for (int begin = S::fill_thread(); begin < pieces; begin += kBatch * S::kFillThreads) {
-    // Rows in turn for K and V, so that the rows that exist come first and whole warps skip the others' work.
-    const auto eight_of = [&](int i) { return i % kEights; };
-    const auto row_of = [&](int i) { return i / kEights / (both ? 2 : 1); };
-    const auto is_value = [&](int i) { return both ? i / kEights % 2 == 1 : to.key == TileAddresses::kNone; };
-    uint4 data[kBatch];
+    uint4 data[kBatch][kSides];
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {  // all on their way before the first is used
-      const int i = begin + k * S::kFillThreads;
-      data[k] = make_uint4(0, 0, 0, 0);
-      if (i < pieces && row_of(i) < valid)
-        data[k] = load_eight((is_value(i) ? value : key) + row_of(i) * (is_value(i) ? p.value_token : p.key_token) +
-                                 eight_of(i) * 8,
-                             p.aligned);
+      const int i = begin + k * S::kFillThreads, row = i / kEights;
+#pragma unroll
+      for (int side = 0; side < kSides; ++side) {
+        data[k][side] = make_uint4(0, 0, 0, 0);
+        if (i < pieces) data[k][side] = load_eight(from[side] + row * stride[side] + i % kEights * 8, p.aligned);
+      }
     }
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const int i = begin + k * S::kFillThreads;
-      if (i < pieces)
-        store_window_piece<S>(p, data[k], row_of(i) < valid, row_of(i), eight_of(i), is_value(i) ? by_value : by_key,
-                              shared + (is_value(i) ? to.value : to.key));
+    for (int side = 0; side < kSides; ++side) {
+      const Quotient by(scale[side]);
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const int i = begin + k * S::kFillThreads;
+        if (i < pieces) store_window_piece<S>(p, data[k][side], i / kEights, i % kEights, by, tile[side]);
+      }
     }
   }
+#pragma unroll 1
+  for (int i = rows * kChunks + S::fill_thread(); i < S::kTile * kChunks; i += S::kFillThreads)
+#pragma unroll
+    for (int side = 0; side < kSides; ++side)
+      *reinterpret_cast<uint4*>(tile[side] + S::tile_offset(i / kChunks, i % kChunks)) = make_uint4(0, 0, 0, 0);
 }
 
 }  // namespace nwor

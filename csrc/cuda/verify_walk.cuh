@@ -31,9 +31,20 @@ struct Walk {
 struct Control {
   Segment segments[2];  // in turns
   Walk walk;
-  bool more;            // the segment after the current one exists
+  int more;             // the segment after the current one exists
+  uint32_t key;         // of the plan that this was read from
 };
 constexpr int kControlBytes = (sizeof(Control) + 15) / 16 * 16;
+
+// What a worker finds first, where a kernel of its own planned for all layers of a step.
+struct PlanEntry {
+  Segment segment;
+  Walk walk;
+  int more;
+  uint32_t key;
+};
+constexpr int kPlanWords = sizeof(PlanEntry) / 4, kSegmentWords = sizeof(Segment) / 4;
+static_assert(kPlanWords <= 32 && sizeof(Control) == sizeof(PlanEntry) + sizeof(Segment));
 
 // Finds the next segment; `segment` holds the request and its work of the one before. False where nothing is left.
 template <int kRows, int kTile>
@@ -85,27 +96,40 @@ __device__ __forceinline__ bool next_segment(const VerifyParams& p, const Reques
   return false;
 }
 
-// The worker's first segment, found by the first warp. Called by the whole thread block.
+// The worker's first segment; false where it has none. Called by a whole warp.
+template <int kRows, int kTile>
+__device__ __forceinline__ bool first_segment(const VerifyParams& p, const Requests<kRows, kTile>& requests, int worker,
+                                              Walk& walk, Segment& segment) {
+  walk.plan = make_plan(p, requests);
+  walk.worker = worker;
+  walk.position = walk.plan.pieces ? worker : worker * walk.plan.share;
+  walk.end = walk.plan.pieces ? worker + 1 : min(walk.position + walk.plan.share, walk.plan.total);
+  if (walk.position >= walk.end) return false;
+  segment.request = find_request(p, requests, walk.plan, walk.position, walk.begin, walk.length);
+  if (segment.request < 0) return false;
+  segment.work = requests.get(segment.request);
+  return next_segment(p, requests, walk, segment);
+}
+
+// Begins a worker's way: read from the plan, if there is one for such a launch, or found by the first warp. Called by
+// the whole thread block.
 template <int kRows, int kTile>
 __device__ __forceinline__ void begin_walk(const VerifyParams& p, const Requests<kRows, kTile>& requests, int worker,
                                            Control& control) {
+  if (p.plan != nullptr) {
+    const int word = threadIdx.x;
+    if (word < kPlanWords)
+      reinterpret_cast<int*>(&control)[word < kSegmentWords ? word : word + kSegmentWords] =
+          __ldg(reinterpret_cast<const int*>(p.plan + worker) + word);
+    __syncthreads();
+    if (control.key == p.plan_key) return;
+  }
   requests.fill();
+  __syncthreads();
   if (threadIdx.x < 32) {
-    Walk walk;
-    walk.plan = make_plan(p, requests);
-    walk.worker = worker;
-    walk.position = walk.plan.pieces ? worker : worker * walk.plan.share;
-    walk.end = walk.plan.pieces ? worker + 1 : min(walk.position + walk.plan.share, walk.plan.total);
-    Segment segment;
-    bool more = walk.position < walk.end;
-    if (more) {
-      segment.request = find_request(p, requests, walk.plan, walk.position, walk.begin, walk.length);
-      more = segment.request >= 0;
-    }
-    if (more) {
-      segment.work = requests.get(segment.request);
-      more = next_segment(p, requests, walk, segment);
-    }
+    Walk walk{};
+    Segment segment{};
+    const bool more = first_segment(p, requests, worker, walk, segment);
     if (threadIdx.x == 0) {
       control.segments[0] = segment;
       control.walk = walk;
@@ -113,6 +137,29 @@ __device__ __forceinline__ void begin_walk(const VerifyParams& p, const Requests
     }
   }
   __syncthreads();
+}
+
+// What continue_walk() needs of a walk that was read from a plan, fetched while the first tiles are on their way. A
+// barrier has to follow. Called by the whole thread block.
+template <int kRows, int kTile>
+__device__ __forceinline__ void prepare_walk(const VerifyParams& p, const Requests<kRows, kTile>& requests,
+                                             const Control& control) {
+  if (p.plan != nullptr && control.walk.position < control.walk.end) requests.fill();
+}
+
+// Writes the plan: each warp its worker's entry.
+template <int kRows, int kTile>
+__global__ void __launch_bounds__(128) plan_kernel(const __grid_constant__ VerifyParams p, PlanEntry* plan) {
+  __shared__ int2 table[kTabledRequests];
+  const Requests<kRows, kTile> requests{p, table};
+  requests.fill();
+  __syncthreads();
+  const int worker = blockIdx.x * 4 + threadIdx.x / 32;
+  if (worker >= p.workers) return;
+  PlanEntry entry{};
+  entry.more = first_segment(p, requests, worker, entry.walk, entry.segment);
+  entry.key = p.plan_key;
+  if (threadIdx.x % 32 == 0) plan[worker] = entry;
 }
 
 // The segment after `segment`. Called by the first thread.

@@ -183,9 +183,8 @@ struct TileQueue {
       if (S::kFp8 || !p.aligned) {
         const uint32_t begin = static_cast<uint32_t>(offset);
         convert_window_tile<S>(
-            p, segment.work.start + first, segment.head, segment.work.window - first,
-            head_scale(p.k_scale, p.k_scale_count, segment.head), head_scale(p.v_scale, p.v_scale_count, segment.head),
-            shared, TileAddresses{kValue ? TileAddresses::kNone : begin, kValue ? begin : TileAddresses::kNone});
+            p, segment.work.start + first, segment.head, segment.work.window - first, shared,
+            TileAddresses{kValue ? TileAddresses::kNone : begin, kValue ? begin : TileAddresses::kNone});
         return;
       }
       const int token = first + S::copy_token();

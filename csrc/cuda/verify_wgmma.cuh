@@ -68,10 +68,8 @@ __device__ __forceinline__ void convert_keys(uint32_t tile, uint32_t (&fragments
     load_matrix(bytes, chunk_further<kChunks>(base, swizzle, k));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      fragments[k + i][0] = fp8x2_to_half2(bytes[2 * i] & 0xffff, kE5m2);
-      fragments[k + i][1] = fp8x2_to_half2(bytes[2 * i + 1] & 0xffff, kE5m2);
-      fragments[k + i][2] = fp8x2_to_half2(bytes[2 * i] >> 16, kE5m2);
-      fragments[k + i][3] = fp8x2_to_half2(bytes[2 * i + 1] >> 16, kE5m2);
+      fp8x4_to_half2<kE5m2>(bytes[2 * i], fragments[k + i][0], fragments[k + i][2]);
+      fp8x4_to_half2<kE5m2>(bytes[2 * i + 1], fragments[k + i][1], fragments[k + i][3]);
     }
   }
 }
@@ -95,8 +93,7 @@ __device__ __forceinline__ void convert_values(uint32_t tile, uint32_t (&fragmen
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint32_t even_odd = __byte_perm(bytes[2 * i + half], 0, 0x3120);
-          fragments[b][k + i][2 * half] = fp8x2_to_half2(even_odd & 0xffff, kE5m2);
-          fragments[b][k + i][2 * half + 1] = fp8x2_to_half2(even_odd >> 16, kE5m2);
+          fp8x4_to_half2<kE5m2>(even_odd, fragments[b][k + i][2 * half], fragments[b][k + i][2 * half + 1]);
         }
     }
   }
@@ -188,6 +185,10 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
     }
   }
 
+  if constexpr (S::kFp8) {
+    copy_async_wait<2 * (S::kKeyStages - 1)>();
+    finish_query<S>(p, shared);
+  }
   int key_slot = 0, value_slot = 0;
 #pragma unroll 1
   for (int step = 0; queue.stream.first + queue.stream.stride * step < segment.end; ++step) {
@@ -295,6 +296,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
   const bool overlap = S::kOverlap && p.cluster == 1;
   queue.begin(p, control.segments[0], rank, shared);
   queue.load_last_keys(p, control.segments[0], shared);
+  prepare_walk(p, requests, control);
 #pragma unroll 1
   for (int turn = 0;; turn ^= 1) {
     const Segment& segment = control.segments[turn];

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,74 @@ def parameters_of(layer: Any, max_query_len: int) -> AttentionParameters:
     )
 
 
+class AttentionPlan:
+    """Which thread block attends to what: found once a step for all layers of the same heads and window.
+
+    A step's first layer has it written, wherever that happens: in a CUDA graph, the graph does it in each
+    replay.
+
+    Args:
+        memory: where the plan is kept.
+        arguments: what ``plan_verify_attention`` is told of the layers.
+
+    """
+
+    def __init__(self, memory: torch.Tensor, arguments: Mapping[str, Any]) -> None:
+        self._memory = memory
+        self._arguments = arguments
+
+    @classmethod
+    def share(
+        cls,
+        known: dict[Hashable, AttentionPlan],
+        device: torch.device,
+        num_heads: int,
+        layer: StagedLayer,
+        parameters: AttentionParameters,
+    ) -> AttentionPlan | None:
+        """Return the plan of a layer, that of an earlier one where both attend alike; None on a CPU.
+
+        Args:
+            known: the plans of the layers before, added to.
+            device: where the attention runs.
+            num_heads: query heads of the layer.
+            layer: its cache.
+            parameters: its attention.
+
+        """
+        _, _, kv_heads, head_size = layer.key_cache.shape
+        arguments = {
+            "num_heads": num_heads,
+            "num_kv_heads": kv_heads,
+            "head_size": head_size,
+            "max_query_len": parameters.max_query_len,
+            "source_dtype": layer.source_dtype,
+            "kv_cache_dtype": layer.kv_cache_dtype,
+            "sliding_window": parameters.sliding_window,
+        }
+        key = tuple(arguments.values())
+        if key not in known:
+            memory = ops.make_verify_plan(device)
+            if memory is None:
+                return None
+            known[key] = cls(memory, arguments)
+        return known[key]
+
+    def of(self, batch: WindowBatch, query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+        """Return the plan of an open batch; its first call has it written.
+
+        Args:
+            batch: the batch.
+            query_start_loc: int32 [requests + 1].
+            seq_lens: int32 [requests], context and window together.
+
+        """
+        if self not in batch.planned:
+            ops.plan_verify_attention(query_start_loc, seq_lens, self._memory, **self._arguments)
+            batch.planned.add(self)
+        return self._memory
+
+
 @dataclass
 class LayerBinding:
     """Attached to a layer's attention implementation as ``nwor``.
@@ -72,6 +141,7 @@ class LayerBinding:
         layer: the layer's cache.
         parameters: the layer's attention.
         workspace: scratch of ``verify_attention``, shared by all layers of the rank.
+        plan: the plan of the layer and of those that attend alike; None on a CPU, which needs none.
 
     """
 
@@ -80,6 +150,7 @@ class LayerBinding:
     layer: StagedLayer
     parameters: AttentionParameters
     workspace: torch.Tensor
+    plan: AttentionPlan | None = None
 
     @property
     def batch(self) -> WindowBatch:
@@ -183,6 +254,7 @@ class LayerBinding:
             sliding_window=parameters.sliding_window,
             softcap=parameters.softcap,
             sinks=parameters.sinks,
+            plan=None if self.plan is None else self.plan.of(self.batch, query_start_loc, seq_lens),
         )
 
     def _unquantized(self, query: torch.Tensor) -> torch.Tensor:

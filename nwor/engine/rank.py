@@ -5,7 +5,7 @@ The model runners call it; it knows nothing of their internals beyond what they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from nwor import ops
 from nwor.accounting import bytes_per_token
 from nwor.config import MAX_WINDOW, NworConfig
-from nwor.engine.binding import LayerBinding, parameters_of
+from nwor.engine.binding import AttentionPlan, LayerBinding, parameters_of
 from nwor.engine.commit_timer import CommitTimer
 from nwor.engine.cut_short import CutShort
 from nwor.engine.deferral import Deferral, RejectedCounts
@@ -147,8 +147,10 @@ class Rank:
         self.state.ranks = self.vllm_config.parallel_config.tensor_parallel_size
         workspace = self._workspace(target_layers, staged)
         bindings = []
+        plans: dict[Hashable, AttentionPlan] = {}
         for _, layer in staged:
             module = target_layers[layer.name]
+            parameters = parameters_of(module, self.longest_window)
             bindings.append(
                 (
                     module,
@@ -156,8 +158,11 @@ class Rank:
                         window=self.window,
                         state=self.state,
                         layer=layer,
-                        parameters=parameters_of(module, self.longest_window),
+                        parameters=parameters,
                         workspace=workspace,
+                        plan=AttentionPlan.share(
+                            plans, self.device, module.impl.num_heads, layer, parameters
+                        ),
                     ),
                 )
             )

@@ -11,6 +11,7 @@ from nwor.ops.attention import MAX_WINDOW, verify_attention, verify_attention_wo
 from nwor.ops.argmax import argmax_rows, make_argmax_workspace
 from nwor.ops.commit_call import PreparedCommit
 from nwor.ops.layer_table import make_cache_table, make_layer_table
+from nwor.ops.plan import make_verify_plan, plan_verify_attention
 from nwor.ops.slots import commit_window, log_slots, make_slot_log, restore_slots
 from nwor.ops.staging import stage_window
 
@@ -26,6 +27,8 @@ __all__ = [
     "make_cache_table",
     "make_layer_table",
     "make_slot_log",
+    "make_verify_plan",
+    "plan_verify_attention",
     "restore_slots",
     "stage_window",
     "verify_attention",

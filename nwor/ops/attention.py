@@ -79,6 +79,7 @@ def verify_attention(
     sinks: torch.Tensor | None = None,
     ancestor_mask: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
     validate: bool = True,
 ) -> None:
     """Attend from windows whose keys and values were not written to the cache; write ``output``.
@@ -116,6 +117,8 @@ def verify_attention(
         ancestor_mask: int64 [T]; bit j of a row says whether it sees row j of its window. None is a causal
             chain.
         lse: float32 [Hq, T], written: natural log of the softmax's denominator, the sink included.
+        plan: what :func:`~nwor.ops.plan.plan_verify_attention` wrote for these lengths; None to find it out
+            in this call. Of no use on a CPU.
         validate: False leaves out the checks of this function, for callers that made the same call before;
             those of the op itself remain.
 
@@ -146,6 +149,7 @@ def verify_attention(
             sinks,
             ancestor_mask,
             lse,
+            plan,
         )
         _check_once(arguments)
     _op(
@@ -169,6 +173,7 @@ def verify_attention(
         softcap,
         sinks,
         ancestor_mask,
+        plan,
     )
 
 
@@ -224,6 +229,7 @@ def _check(
     sinks: torch.Tensor | None,
     ancestor_mask: torch.Tensor | None,
     lse: torch.Tensor | None,
+    plan: torch.Tensor | None,
 ) -> None:
     checks.tensor("query", query, dim=3)
     device = query.device
@@ -292,6 +298,12 @@ def _check(
         checks.device("lse", lse, device)
         checks.shape("lse", lse, (heads, tokens))
         checks.last_contiguous("lse", lse)
+
+    if plan is not None:
+        sms = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 0
+        checks.vector(
+            "plan", plan, torch.uint8, device, at_least=LIBRARIES.cuda_plan_size(sms) if on_cuda else 0
+        )
 
     needed = verify_attention_workspace_size(device, max(batch, 1), heads, kv_heads, head_size, max_query_len)
     # Fewer torch threads than at creation need less; the op uses as many as fit.

@@ -19,7 +19,15 @@ from nwor.errors import NworError
 
 CPU_LIBRARY = "libnwor_cpu.so"
 CUDA_LIBRARY = "libnwor_cuda.so"
-OP_NAMES = ("verify_attention", "commit_window", "stage_window", "log_slots", "restore_slots", "argmax_rows")
+OP_NAMES = (
+    "verify_attention",
+    "plan_verify_attention",
+    "commit_window",
+    "stage_window",
+    "log_slots",
+    "restore_slots",
+    "argmax_rows",
+)
 
 _REINSTALL = (
     "reinstall nwor next to this PyTorch: pip install --no-build-isolation --no-deps --force-reinstall ."
@@ -120,6 +128,8 @@ class Libraries:
         self._cuda = ctypes.CDLL(str(self.cuda))
         self._cuda.nwor_cuda_verify_workspace_size.argtypes = [ctypes.c_int64] * 6
         self._cuda.nwor_cuda_verify_workspace_size.restype = ctypes.c_int64
+        self._cuda.nwor_cuda_verify_plan_size.argtypes = [ctypes.c_int64]
+        self._cuda.nwor_cuda_verify_plan_size.restype = ctypes.c_int64
 
     def commit_entry(self, device: torch.device) -> Any:
         """Return the entry point of ``csrc/commit_call.h`` for a device."""
@@ -150,3 +160,7 @@ class Libraries:
     def cuda_workspace_size(self, *limits: int) -> int:
         """Bytes of workspace for (multiprocessors, batch, heads, KV heads, head size, longest window)."""
         return int(self._cuda.nwor_cuda_verify_workspace_size(*limits))
+
+    def cuda_plan_size(self, multiprocessors: int) -> int:
+        """Bytes of a plan of verify_attention."""
+        return int(self._cuda.nwor_cuda_verify_plan_size(multiprocessors))

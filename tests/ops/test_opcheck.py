@@ -98,7 +98,16 @@ def test_argmax_rows(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["argmax_rows", "commit_window", "restore_slots", "log_slots", "stage_window", "verify_attention"]
+    "name",
+    [
+        "argmax_rows",
+        "commit_window",
+        "log_slots",
+        "plan_verify_attention",
+        "restore_slots",
+        "stage_window",
+        "verify_attention",
+    ],
 )
 def test_every_written_argument_is_declared(name: str) -> None:
     schema = getattr(torch.ops.nwor, name).default._schema
@@ -112,6 +121,7 @@ def test_every_written_argument_is_declared(name: str) -> None:
             "commit_window": {"caches"},
             "restore_slots": {"caches"},
             "log_slots": {"log"},
+            "plan_verify_attention": {"plan"},
             "stage_window": {"staged_keys", "staged_values"},
             "verify_attention": {"output", "workspace", "lse"},
         }[name]

@@ -39,17 +39,41 @@ def make_workspace(inputs: AttentionInputs, max_query_len: int) -> torch.Tensor:
 
 
 def run(case: AttentionCase, inputs: AttentionInputs, **changes: Any) -> None:
+    """Attend; on CUDA again with a plan, which must change no bit of what is written."""
     longest = max(max(case.windows), 1)
-    ops.verify_attention(
-        **{
-            **inputs.arguments,
-            "output": inputs.output.view,
-            "lse": None if inputs.lse is None else inputs.lse.view,
-            "workspace": make_workspace(inputs, longest),
-            "max_query_len": longest,
-            **changes,
-        }
+    arguments = {
+        **inputs.arguments,
+        "output": inputs.output.view,
+        "lse": None if inputs.lse is None else inputs.lse.view,
+        "workspace": make_workspace(inputs, longest),
+        "max_query_len": longest,
+        **changes,
+    }
+    ops.verify_attention(**arguments)
+    plan = ops.make_verify_plan(arguments["query"].device)
+    if plan is None:
+        return
+    written = [tensor.clone() for tensor in (arguments["output"], arguments["lse"]) if tensor is not None]
+    ops.plan_verify_attention(
+        arguments["query_start_loc"],
+        arguments["seq_lens"],
+        plan,
+        num_heads=arguments["query"].shape[1],
+        num_kv_heads=arguments["key"].shape[1],
+        head_size=arguments["query"].shape[2],
+        max_query_len=arguments["max_query_len"],
+        source_dtype=arguments["query"].dtype,
+        kv_cache_dtype=arguments.get("kv_cache_dtype", "auto"),
+        sliding_window=arguments.get("sliding_window", -1),
     )
+    assert plan.any() or arguments["query_start_loc"].shape[0] == 1
+    rows = sum(case.windows)
+    arguments["output"][:rows].fill_(float("nan"))
+    ops.verify_attention(**arguments, plan=plan)
+    for first, second in zip(
+        written, [t for t in (arguments["output"], arguments["lse"]) if t is not None], strict=True
+    ):
+        assert torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
 
 
 def check(case: AttentionCase, inputs: AttentionInputs) -> None:
