@@ -47,7 +47,6 @@ class WindowBatch:
         early: likewise, for rows that are written as the layers run, before they attend; none where None.
         copy: whether each layer's rows are copied aside as they are staged (``stage``). A slice keeps all of
             the step's tensor alive, which may have many more rows than the windows.
-        planned: the attention plans that have been written for this batch.
 
     """
 
@@ -58,7 +57,6 @@ class WindowBatch:
     slots: Mapping[int, torch.Tensor]
     early: Mapping[int, torch.Tensor] | None = None
     copy: bool = False
-    planned: set[object] = field(default_factory=set, repr=False)
 
 
 @dataclass(frozen=True)
@@ -113,6 +111,7 @@ class Window:
         hold: collects keys and values that a capture keeps alive; None outside captures.
         staging: whether layers have to hand their keys and values over instead of writing them. Read only.
         finished_direct: whether the open batch fell back to direct writes. Read only.
+        planned: what was planned for the lengths of the open batch, and holds until the next is begun.
 
     """
 
@@ -121,6 +120,7 @@ class Window:
     hold: list[Source] | None = None
     staging: bool = False
     finished_direct: bool = False
+    planned: set[object] = field(default_factory=set)
     _state: _State = _State.IDLE
     _sources: Mapping[str, Source] = field(default_factory=dict)
     _tables: tuple[torch.Tensor, ...] = ()
@@ -151,6 +151,7 @@ class Window:
         if self._state is not _State.IDLE:
             raise WindowStateError("begin: the window batch before was neither committed nor aborted")
         self.batch = batch
+        self.planned.clear()
         self._state = _State.OPEN
         self.staging = batch.mode is Mode.STAGE
         if batch.copy and self.staging:

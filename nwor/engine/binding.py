@@ -66,8 +66,9 @@ def parameters_of(layer: Any, max_query_len: int) -> AttentionParameters:
 class AttentionPlan:
     """Which thread block attends to what: found once a step for all layers of the same heads and window.
 
-    A step's first layer has it written, wherever that happens: in a CUDA graph, the graph does it in each
-    replay.
+    For full CUDA graphs: the first layer that attends while one is captured has the plan written there, and
+    so each replay writes it from its own lengths. Where layers are launched one by one the kernels plan for
+    themselves: there the host is the limit, and one launch more is none less.
 
     Args:
         memory: where the plan is kept.
@@ -116,18 +117,24 @@ class AttentionPlan:
             known[key] = cls(memory, arguments)
         return known[key]
 
-    def of(self, batch: WindowBatch, query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-        """Return the plan of an open batch; its first call has it written.
+    def of(
+        self, window: Window, query_start_loc: torch.Tensor, seq_lens: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the plan of the open batch; the first call since it was begun has it written.
+
+        None where no graph is being captured.
 
         Args:
-            batch: the batch.
+            window: the rank's window. Its batch may be the very object of earlier steps, with other lengths.
             query_start_loc: int32 [requests + 1].
             seq_lens: int32 [requests], context and window together.
 
         """
-        if self not in batch.planned:
+        if not torch.cuda.is_current_stream_capturing():
+            return None
+        if self not in window.planned:
             ops.plan_verify_attention(query_start_loc, seq_lens, self._memory, **self._arguments)
-            batch.planned.add(self)
+            window.planned.add(self)
         return self._memory
 
 
@@ -254,7 +261,7 @@ class LayerBinding:
             sliding_window=parameters.sliding_window,
             softcap=parameters.softcap,
             sinks=parameters.sinks,
-            plan=None if self.plan is None else self.plan.of(self.batch, query_start_loc, seq_lens),
+            plan=None if self.plan is None else self.plan.of(self.window, query_start_loc, seq_lens),
         )
 
     def _unquantized(self, query: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,9 @@ def differences(seen: dict[str, Any], off: dict[str, Any]) -> tuple[float, float
         seen["logprobs"], off["logprobs"], seen["tokens"], off["tokens"], strict=True
     ):
         for mine, other, token, expected in zip(ours, theirs, x, y, strict=True):
-            difference = max(difference, *(abs(mine[t] - other[t]) for t in mine.keys() & other.keys()))
+            common = mine.keys() & other.keys()
+            # Without any, the two have nothing to do with each other.
+            difference = max(difference, max((abs(mine[t] - other[t]) for t in common), default=float("inf")))
             if token != expected:
                 gap = max(gap, other[expected] - other.get(token, -float("inf")))
                 break
