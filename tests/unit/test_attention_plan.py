@@ -1,7 +1,8 @@
 """The plan of a step's attention is written once a step for all layers that attend alike, and in every step.
 
-That is, in every pass of which a graph is captured; the graph repeats what the pass did. A plan of other lengths gives wrong attention without any error, so who may use which plan is settled here,
-without a GPU: the op that writes a plan is replaced by one that notes the lengths.
+That is, in every pass of which a graph is captured; the graph repeats what the pass did. A plan of other
+lengths gives wrong attention without any error, so who may use which plan is settled here, without a GPU: the
+op that writes a plan is replaced by one that notes the lengths.
 """
 
 from __future__ import annotations
