@@ -49,14 +49,23 @@ def attend(
     longest = max(windows)
     space = ops.verify_attention_workspace_size(DEVICE, batch, *heads, longest)
     scale = torch.ones(kv_heads, device=DEVICE) if cache != "auto" else None
-    ops.verify_attention(
-        numbers(tokens, query_heads, size), numbers(tokens, kv_heads, size), numbers(tokens, kv_heads, size),
-        *caches, table.to(DEVICE), starts, lengths, numbers(tokens, query_heads, size),
-        torch.zeros(space, dtype=torch.uint8, device=DEVICE), scale=size**-0.5, max_query_len=longest,
-        kv_cache_dtype=cache, k_scale=scale, v_scale=scale, sliding_window=sliding_window, softcap=softcap,
-        sinks=torch.zeros(query_heads, device=DEVICE) if sinks else None, ancestor_mask=mask,
-        lse=torch.zeros(query_heads, tokens, device=DEVICE),
+    plan = ops.make_verify_plan(DEVICE)
+    assert plan is not None
+    ops.plan_verify_attention(
+        starts, lengths, plan, num_heads=query_heads, num_kv_heads=kv_heads, head_size=size,
+        max_query_len=longest, source_dtype=torch.bfloat16, kv_cache_dtype=cache,
+        sliding_window=sliding_window,
     )  # fmt: skip
+    for given in (None, plan):
+        ops.verify_attention(
+            numbers(tokens, query_heads, size), numbers(tokens, kv_heads, size),
+            numbers(tokens, kv_heads, size), *caches, table.to(DEVICE), starts, lengths,
+            numbers(tokens, query_heads, size), torch.zeros(space, dtype=torch.uint8, device=DEVICE),
+            scale=size**-0.5, max_query_len=longest, kv_cache_dtype=cache, k_scale=scale, v_scale=scale,
+            sliding_window=sliding_window, softcap=softcap,
+            sinks=torch.zeros(query_heads, device=DEVICE) if sinks else None, ancestor_mask=mask,
+            lse=torch.zeros(query_heads, tokens, device=DEVICE), plan=given,
+        )  # fmt: skip
 
 
 def move(cache: str, block: int, heads: int, size: int) -> None:

@@ -6,6 +6,8 @@ Tolerance: 1.5 times FlashAttention 3's own error against float64 on the same in
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -42,7 +44,20 @@ class Batch:
         self.output = torch.full_like(self.query, float("nan"))
         self.scale = self.size**-0.5
 
-    def attend(self, workspace: torch.Tensor | None = None) -> torch.Tensor:
+    def write_plan(self, plan: torch.Tensor, **changes: Any) -> None:
+        """Plan for these lengths."""
+        from nwor import ops
+
+        layers = {
+            "num_heads": self.query_heads,
+            "num_kv_heads": self.kv_heads,
+            "head_size": self.size,
+            "max_query_len": self.window,
+            "source_dtype": torch.bfloat16,
+        }
+        ops.plan_verify_attention(self.starts, self.lengths, plan, **(layers | changes))
+
+    def attend(self, workspace: torch.Tensor | None = None, plan: torch.Tensor | None = None) -> torch.Tensor:
         """nwor's way; the window's slots in the cache stay as they are."""
         from nwor import ops
 
@@ -63,6 +78,7 @@ class Batch:
             workspace,
             scale=self.scale,
             max_query_len=self.window,
+            plan=plan,
         )
         return self.output.clone()
 
@@ -123,8 +139,38 @@ def test_error_beside_flash_attention(
     assert own <= 1.5 * stock
 
 
+@pytest.mark.parametrize("contexts", [[40], [600, 17, 0, 1200], [20000], [300] * 70, [50] * 200])
 @pytest.mark.parametrize("heads", HEADS, ids=lambda h: "/".join(map(str, h)))
-def test_a_graph_captured_at_full_length_serves_any_batch(heads: tuple[int, int, int]) -> None:
+def test_a_plan_changes_nothing(heads: tuple[int, int, int], contexts: list[int]) -> None:
+    """Neither the one of these lengths nor, as it is not taken, one that was made for other launches."""
+    from nwor import ops
+
+    batch = Batch(heads, 5, contexts)
+    want = batch.attend()
+    plan = ops.make_verify_plan("cuda")
+    assert plan is not None
+    assert torch.equal(batch.attend(plan=plan), want)  # an empty one
+    for changes in (
+        {"num_kv_heads": heads[1] // 2},
+        {"sliding_window": 30},
+        {"max_query_len": 64},
+        {"source_dtype": torch.float16},  # the same launches: this one is taken
+        {},
+    ):
+        batch.write_plan(plan, **changes)
+        batch.output.fill_(float("nan"))
+        assert torch.equal(batch.attend(plan=plan), want), changes
+    # And it is what decides: a plan in which nobody has anything to do leaves the output alone.
+    entries = plan.view(torch.int32).view(-1, 24)
+    assert entries[:, 22].any()
+    entries[:, 22] = 0
+    batch.output.fill_(float("nan"))
+    assert batch.attend(plan=plan).isnan().all()
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["alone", "planned"])
+@pytest.mark.parametrize("heads", HEADS, ids=lambda h: "/".join(map(str, h)))
+def test_a_graph_captured_at_full_length_serves_any_batch(heads: tuple[int, int, int], planned: bool) -> None:
     """Lengths are read on the device: a replay follows them, empty windows and padded requests included."""
     from nwor import ops
 
@@ -132,9 +178,12 @@ def test_a_graph_captured_at_full_length_serves_any_batch(heads: tuple[int, int,
     size = ops.verify_attention_workspace_size("cuda", 4, *heads, 5)
     workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
     batch.attend(workspace)
+    plan = ops.make_verify_plan("cuda") if planned else None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        batch.attend(workspace)
+        if plan is not None:
+            batch.write_plan(plan)
+        batch.attend(workspace, plan)
     for contexts in ([4000, 3000, 4000, 4000], [7, 0, 900, 33], [0, 0, 0, 3999]):
         batch.contexts = contexts
         batch.lengths.copy_(torch.tensor([c + 5 for c in contexts], dtype=torch.int32))

@@ -49,6 +49,17 @@ def test_verify_attention(case: type[MIXED], device: torch.device) -> None:
     )
 
 
+def test_plan_verify_attention(device: torch.device) -> None:
+    arguments = attention_inputs(MIXED, device).arguments
+    plan = ops.make_verify_plan(device)
+    if plan is None:
+        plan = torch.zeros(0, dtype=torch.uint8)
+    torch.library.opcheck(
+        torch.ops.nwor.plan_verify_attention.default,
+        (arguments["query_start_loc"], arguments["seq_lens"], plan, 8, 2, 64, 5, MIXED.dtype, "auto", -1),
+    )
+
+
 def shape_of(inputs: SlotInputs) -> tuple[int, ...]:
     return tuple(inputs.shape[name] for name in ("num_kv_heads", "head_size", "block_size", "num_blocks"))
 

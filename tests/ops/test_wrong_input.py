@@ -81,6 +81,8 @@ ATTENTION: list[tuple[str, Change, str]] = [
     ("scale", constant("1"), "wanted a number"),
     ("scale", constant(0.0), "is 0.0, wanted more than 0"),
     ("lse", strided, "wanted 1 in the last dimension"),
+    ("plan", constant(torch.zeros(8)), "dtype is torch.float32, wanted torch.uint8"),
+    ("plan", constant(torch.zeros(8, dtype=torch.uint8, device="meta")), "device is meta"),
     ("max_query_len", constant(0), "is 0, wanted 1 to 64"),
     ("max_query_len", constant(65), "is 65, wanted 1 to 64"),
     ("max_query_len", constant(2.0), "wanted an int"),
@@ -112,6 +114,7 @@ def test_verify_attention(name: str, change: Change, message: str) -> None:
         "lse": inputs.lse.view,
         "workspace": make_workspace(inputs, 5),
         "max_query_len": 5,
+        "plan": None,
     }
     ops.verify_attention(**arguments)  # the valid call passes, and is remembered as such
     inputs.output.raw.fill_(PATTERN)
@@ -131,6 +134,44 @@ def test_fp8_cache_of_the_wrong_dtype() -> None:
             workspace=make_workspace(inputs, 5),
             max_query_len=5,
         )
+
+
+PLAN: list[tuple[str, Change, str]] = [
+    ("query_start_loc", constant([0, 5]), "is list, wanted a tensor"),
+    ("query_start_loc", dtype_of(torch.int64), "dtype is torch.int64, wanted torch.int32"),
+    ("query_start_loc", lambda t: t[:0], "wanted at least 1"),
+    ("seq_lens", lambda t: t[:4], "wanted at least 5"),
+    ("seq_lens", elsewhere, "device is meta"),
+    ("plan", dtype_of(torch.int8), "dtype is torch.int8, wanted torch.uint8"),
+    ("plan", lambda t: t.view(2, 2), "wanted 1 dimensions"),
+    ("num_heads", constant(7), "is 7, wanted a multiple of num_kv_heads, 2"),
+    ("num_heads", constant(0), "is 0, wanted at least 1"),
+    ("num_kv_heads", constant(9), "is 9, wanted 1 to 8"),
+    ("head_size", constant(0), "is 0"),
+    ("max_query_len", constant(65), "is 65, wanted 1 to 64"),
+    ("source_dtype", constant(torch.int8), "is torch.int8, wanted one of torch.float32"),
+    ("kv_cache_dtype", constant("int8"), "is 'int8', wanted one of auto, fp8"),
+    ("sliding_window", constant(0), "is 0, wanted -1 or at least 1"),
+    ("sliding_window", constant(-2), "is -2"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), PLAN, ids=lambda x: x if isinstance(x, str) else "")
+def test_plan_verify_attention(name: str, change: Change, message: str) -> None:
+    arguments: dict[str, Any] = {
+        "query_start_loc": torch.tensor([0, 5, 5, 8, 10, 14], dtype=torch.int32),
+        "seq_lens": torch.tensor([9, 0, 70, 30, 5], dtype=torch.int32),
+        "plan": torch.full((4,), PATTERN, dtype=torch.uint8),
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "max_query_len": 5,
+        "source_dtype": torch.bfloat16,
+    }
+    ops.plan_verify_attention(**arguments)
+    arguments[name] = change(arguments.get(name))
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: .*{message}"):
+        ops.plan_verify_attention(**arguments)
 
 
 @pytest.mark.parametrize(
