@@ -5,15 +5,10 @@ By hand: ``NWOR_TEST_RUNNER=v2 python -m tests.engine.runner tests/engine/test_e
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-
 import pytest
 
-from tests.engine.runner import V2, VARIABLE
-from tests.server_process import ROOT
+from tests.engine.again import run_again
+from tests.engine.runner import V2
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(V2, reason="runs only beside V1")]
 
@@ -30,23 +25,4 @@ pytestmark = [pytest.mark.engine, pytest.mark.skipif(V2, reason="runs only besid
 )
 def test_on_model_runner_v2(file: str) -> None:
     pytest.importorskip("triton")
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.engine.runner",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            f"tests/engine/{file}",
-        ],
-        env={**os.environ, VARIABLE: "v2"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-8000:]
-    assert re.search(r"^\d+ passed", run.stdout, re.MULTILINE), run.stdout[-500:]
+    run_again(file, "v2", "tests.engine.runner")

@@ -8,15 +8,13 @@ nowhere else; acceptance within counting noise; cache slots byte for byte.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from server import demo
-from tests.gpu import near_ties
+from tests.gpu import demo_engine, near_ties
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 if not torch.cuda.is_available():
@@ -33,54 +31,17 @@ ENGINES = ["graphs", "piecewise", "eager", "v1-graphs", "v1-piecewise", "v1-eage
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield from _engine(request.param, patch)
-
-
-def _engine(name: str, patch: pytest.MonkeyPatch) -> Iterator[Any]:
-    patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0" if name.startswith("v1") else "1")
-    from vllm import LLM, envs
-
-    from nwor.engine.plugin import register
-
-    envs.disable_envs_cache()  # the engine before this one has frozen what it read
-    register()  # what vLLM does by itself where the package is installed
-    extra: dict[str, Any] = {}
-    if name.startswith("fp8"):
-        extra["kv_cache_dtype"] = "fp8"
-    if name.endswith("eager"):
-        extra["enforce_eager"] = True
-    else:
-        mode = "PIECEWISE" if name.endswith("piecewise") else "FULL_AND_PIECEWISE"
-        extra["compilation_config"] = {"cudagraph_mode": mode}
-    llm = LLM(
-        str(demo.model_path()),
-        dtype="bfloat16",
+    with demo_engine.start(
+        request.param,
+        {"mode": "off", "self_check_interval": 5},
+        K,
         max_model_len=1024,
         max_num_seqs=64,
         max_num_batched_tokens=512,
-        gpu_memory_utilization=0.3,
         num_gpu_blocks_override=4096,
-        speculative_config={
-            "model": str(demo.draft_path()),
-            "method": demo.draft_method(),
-            "num_speculative_tokens": K,
-        },
-        additional_config={"nwor": {"mode": "off", "self_check_interval": 5}},
         worker_extension_cls="tests.gpu.slot_probe.SlotProbe",
-        disable_log_stats=False,
-        **extra,
-    )
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
-    del llm
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _runner(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    ) as llm:
+        yield llm
 
 
 def _prompts() -> list[str]:
@@ -127,7 +88,7 @@ def test_full_graphs_of_stage_are_captured_and_replayed(
     engine: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = request.node.callspec.params["engine"]
-    runner, report = _runner(engine), engine.collective_rpc("nwor_report")[0]
+    runner, report = demo_engine.runner(engine), engine.collective_rpc("nwor_report")[0]
     assert type(runner).__name__.endswith("V1" if name.startswith("v1") else "V2")
     print(f"{name}: graphs of stage took {report['capture_seconds']} s, {report['capture_bytes']} bytes")
     if not name.endswith(("graphs", "fp8")):
@@ -210,7 +171,7 @@ def test_no_host_synchronization_is_added(engine: Any) -> None:
 
     check = engine.llm_engine.vllm_config.additional_config["nwor"]
     assert check["self_check_interval"] == 5
-    rank = _runner(engine).nwor
+    rank = demo_engine.runner(engine).nwor
     object.__setattr__(rank.state.config, "self_check_interval", 0)
     try:
         synchronizations("off")

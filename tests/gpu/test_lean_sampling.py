@@ -7,7 +7,6 @@ without the setting. Tolerance: none, places that nobody writes included.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,8 +22,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sam
 from nwor import ops
 from nwor.engine import lean_launches, lean_sampling
 from nwor.engine.lean_greedy import rejection_sample_greedy
-from server import demo
 from tests.drafting import PADDING, Speculator, draft
+from tests.gpu import demo_engine
 from tests.greedy_batches import CASES, LENGTHS, Batch, Case, filled_memory, make, make_sampler, verify
 
 pytestmark = pytest.mark.gpu
@@ -169,24 +168,15 @@ def test_drafts_in_graphs(dtype: torch.dtype) -> None:
 
 
 def _tokens(lean: bool) -> list[tuple[int, ...]]:
-    from vllm import LLM, SamplingParams
+    settings = {"mode": "off", "modes": ["off"], "lean_sampling": lean}
+    with demo_engine.start("graphs", settings, max_model_len=512, max_num_seqs=8) as llm:
+        return _sample(llm, lean)
 
-    llm = LLM(
-        str(demo.model_path()),
-        dtype="bfloat16",
-        max_model_len=512,
-        max_num_seqs=8,
-        gpu_memory_utilization=0.3,
-        num_gpu_blocks_override=512,
-        speculative_config={
-            "model": str(demo.draft_path()),
-            "method": demo.draft_method(),
-            "num_speculative_tokens": 4,
-        },
-        additional_config={"nwor": {"mode": "off", "modes": ["off"], "lean_sampling": lean}},
-    )
-    executor: Any = llm.llm_engine.engine_core.engine_core.model_executor  # type: ignore[attr-defined]
-    runner = executor.driver_worker.worker.model_runner
+
+def _sample(llm: Any, lean: bool) -> list[tuple[int, ...]]:
+    from vllm import SamplingParams
+
+    runner = demo_engine.runner(llm)
     ways = vars(runner.speculator).get("sample_draft"), vars(runner.rejection_sampler).get("_verify")
     assert [way is not None for way in ways] == [lean, lean]
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
@@ -198,21 +188,9 @@ def _tokens(lean: bool) -> list[tuple[int, ...]]:
     if lean:
         assert ways[0].short > 0
         assert ways[1].short > 0
-    llm.llm_engine.engine_core.shutdown()
-    del llm, executor, runner, ways
-    gc.collect()
-    torch.cuda.empty_cache()
     return [tuple(output.token_ids) for output in outputs]
 
 
 @pytest.mark.engine
-def test_an_engine_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    from vllm import envs
-
-    from nwor.engine.plugin import register
-
-    envs.disable_envs_cache()
-    register()
+def test_an_engine_gives_the_same_tokens() -> None:
     assert _tokens(True) == _tokens(False)

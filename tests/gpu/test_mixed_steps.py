@@ -8,7 +8,6 @@ KB a row above that of `off`, where five layers' keys and values take 2.5, and t
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 
 import nwor
 from nwor.engine.planner import FEW_ROWS
-from server import demo
+from tests.gpu import demo_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 if not torch.cuda.is_available():
@@ -31,53 +30,21 @@ ENGINES = ["graphs", "piecewise", "eager", "fp8-eager", "v1-eager"]
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield from _engine(request.param, patch)
-
-
-def _engine(name: str, patch: pytest.MonkeyPatch) -> Iterator[Any]:
-    patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0" if name.startswith("v1") else "1")
-    from vllm import LLM, envs
-
-    from nwor.engine.plugin import register
-
-    envs.disable_envs_cache()  # the engine before this one has frozen what it read
-    register()  # what vLLM does by itself where the package is installed
-    extra: dict[str, Any] = {"kv_cache_dtype": "fp8"} if name.startswith("fp8") else {}
-    if name.endswith("eager"):
-        extra["enforce_eager"] = True
-    else:
-        mode = "PIECEWISE" if name == "piecewise" else "FULL_AND_PIECEWISE"
-        extra["compilation_config"] = {"cudagraph_mode": mode}
-    llm = LLM(
-        str(demo.model_path()),
-        dtype="bfloat16",
+    with demo_engine.start(
+        request.param,
+        {"mode": "off", "self_check_interval": 3},
+        K,
         max_model_len=1024,
         max_num_seqs=8,
         max_num_batched_tokens=2048,
-        gpu_memory_utilization=0.3,
         num_gpu_blocks_override=2048,
-        speculative_config={
-            "model": str(demo.draft_path()),
-            "method": demo.draft_method(),
-            "num_speculative_tokens": K,
-        },
-        additional_config={"nwor": {"mode": "off", "self_check_interval": 3}},
         worker_extension_cls="tests.gpu.slot_probe.SlotProbe",
-        disable_log_stats=False,
-        **extra,
-    )
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
-    del llm
-    gc.collect()
-    torch.cuda.empty_cache()
+    ) as llm:
+        yield llm
 
 
 def _rank(llm: Any) -> Any:
-    core = llm.llm_engine.engine_core.engine_core
-    return core.model_executor.driver_worker.worker.model_runner.nwor
+    return demo_engine.runner(llm).nwor
 
 
 def _run(llm: Any, mode: str, prompts: int = PROMPTS) -> None:

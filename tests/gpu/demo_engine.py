@@ -1,0 +1,73 @@
+"""An engine with NWOR in this process, on the demo model, as all GPU tests of one GPU start it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from server import demo
+
+#: Bytes that the KV cache may take. With them given vLLM does not measure the GPU's free memory at the start,
+#: and so does not end where another process frees some meanwhile.
+CACHE_BYTES = 2 << 30
+
+
+@contextmanager
+def start(name: str, nwor: dict[str, Any], drafts: int = 4, **settings: Any) -> Iterator[Any]:
+    """Start an engine and stop it after the block.
+
+    Args:
+        name: what it is: "v1" in front for model runner V1, else V2; "fp8" in front for an fp8 cache;
+            "eager" or "piecewise" at the end, else full and piecewise CUDA graphs.
+        nwor: NWOR's settings.
+        drafts: draft tokens of a step.
+        settings: the engine's other settings.
+
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0" if name.startswith("v1") else "1")
+        from vllm import LLM, envs
+
+        from nwor.engine.plugin import register
+
+        envs.disable_envs_cache()  # the engine before this one has frozen what it read
+        register()  # what vLLM does by itself where the package is installed
+        if name.startswith("fp8"):
+            settings["kv_cache_dtype"] = "fp8"
+        if name.endswith("eager"):
+            settings["enforce_eager"] = True
+        else:
+            mode = "PIECEWISE" if name.endswith("piecewise") else "FULL_AND_PIECEWISE"
+            settings["compilation_config"] = {"cudagraph_mode": mode}
+        llm = LLM(
+            str(demo.model_path()),
+            dtype="bfloat16",
+            gpu_memory_utilization=0.3,
+            kv_cache_memory_bytes=CACHE_BYTES,
+            speculative_config={
+                "model": str(demo.draft_path()),
+                "method": demo.draft_method(),
+                "num_speculative_tokens": drafts,
+            },
+            additional_config={"nwor": nwor},
+            disable_log_stats=False,
+            **settings,
+        )
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def runner(llm: Any) -> Any:
+    """Return the model runner of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
