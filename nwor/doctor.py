@@ -86,7 +86,7 @@ def _tensor_fill(shape: tuple[int, ...], device: torch.device, dtype: torch.dtyp
 
 
 def check_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """Run verify_attention on a small batch and compare with the reference."""
+    """Run verify_attention on a small batch, with a plan where there are any; compare with the reference."""
     from nwor import ops, reference
 
     query = _tensor_fill((4, 4, 64), device, dtype)
@@ -99,7 +99,19 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> str:
     size = ops.verify_attention_workspace_size(device, 2, 4, 2, 64, 3)
     workspace = torch.zeros(size, dtype=torch.uint8, device=device)
     arguments = (query, key, value, caches[0], caches[1], table, starts, lengths)
-    ops.verify_attention(*arguments, output, workspace, scale=0.125, max_query_len=3)
+    plan = ops.make_verify_plan(device)
+    if plan is not None:
+        ops.plan_verify_attention(
+            starts,
+            lengths,
+            plan,
+            num_heads=4,
+            num_kv_heads=2,
+            head_size=64,
+            max_query_len=3,
+            source_dtype=dtype,
+        )
+    ops.verify_attention(*arguments, output, workspace, scale=0.125, max_query_len=3, plan=plan)
     want, _ = reference.verify_attention(*arguments, scale=0.125)
     error = (output.to(torch.float64) - want).abs().max().item()
     if not error < 2e-2:

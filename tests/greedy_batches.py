@@ -185,3 +185,29 @@ CASES = [
     Case(requests=1, agreement=1.0, seed=13),
     Case(requests=1, agreement=0.0, ties=True, seed=14),
 ]
+
+
+def check_in_place(case: Case, device: torch.device, *, greedy: bool, block: bool) -> None:
+    """Compare a sampler's ``_verify`` before and after the short way took its place.
+
+    Args:
+        case: the batch.
+        device: where it is.
+        greedy: whether all of its requests are; if not, one is random.
+        block: whether the sampler verifies blocks.
+
+    """
+    from nwor.engine import lean_sampling
+
+    batch = make(case, device)
+    if not greedy:
+        batch.temperature[batch.idx_mapping[2].long()] = 0.8
+    sampler: Any = make_sampler(batch, case.k, block=block)
+    with filled_memory():
+        want = verify(sampler._verify, batch)
+        assert lean_sampling.apply(None, sampler, case.requests, device) == ["verifying"]
+        got = verify(sampler._verify, batch)
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.equal(ours, theirs)
+    assert sampler._verify.short == greedy
+    assert sampler.sampler.processed == 2  # once for each call

@@ -21,9 +21,8 @@ if not V2:
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from nwor import ops
-from nwor.engine import lean_sampling
 from nwor.engine.lean_greedy import rejection_sample_greedy
-from tests.greedy_batches import CASES, Case, filled_memory, make, make_sampler, verify
+from tests.greedy_batches import CASES, Case, check_in_place, filled_memory, make
 
 CPU = torch.device("cpu")
 
@@ -69,16 +68,4 @@ def test_same_tokens(case: Case, turn: int) -> None:
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("greedy", [True, False])
 def test_in_place_of_the_samplers_method(greedy: bool, block: bool) -> None:
-    case = Case(lengths="mixed", seed=21)
-    batch = make(case, CPU)
-    if not greedy:
-        batch.temperature[batch.idx_mapping[2].long()] = 0.8
-    sampler = make_sampler(batch, case.k, block=block)
-    with filled_memory():
-        want = verify(sampler._verify, batch)
-        assert lean_sampling.apply(None, sampler, case.requests, CPU) == ["verifying"]
-        got = verify(sampler._verify, batch)
-    for ours, theirs in zip(got, want, strict=True):
-        assert torch.equal(ours, theirs)
-    assert sampler._verify.short == greedy
-    assert sampler.sampler.processed == 2  # once for each call
+    check_in_place(Case(lengths="mixed", seed=21), CPU, greedy=greedy, block=block)

@@ -24,7 +24,16 @@ from nwor.engine import lean_launches, lean_sampling
 from nwor.engine.lean_greedy import rejection_sample_greedy
 from tests.drafting import PADDING, Speculator, draft
 from tests.gpu import demo_engine
-from tests.greedy_batches import CASES, LENGTHS, Batch, Case, filled_memory, make, make_sampler, verify
+from tests.greedy_batches import (
+    CASES,
+    LENGTHS,
+    Batch,
+    Case,
+    check_in_place,
+    filled_memory,
+    make,
+    make_sampler,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -97,18 +106,9 @@ def test_same_tokens(case: Case, launches: str) -> None:
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("greedy", [True, False])
 def test_in_place_of_the_samplers_method(greedy: bool, block: bool) -> None:
-    case = Case(requests=30, vocab=32000, lengths="mixed", seed=21)
-    batch = make(case, DEVICE)
-    if not greedy:
-        batch.temperature[batch.idx_mapping[2].long()] = 0.8
-    sampler = make_sampler(batch, case.k, block=block)
-    with filled_memory():
-        want = verify(sampler._verify, batch)
-        assert lean_sampling.apply(None, sampler, case.requests, DEVICE) == ["verifying"]
-        got = verify(sampler._verify, batch)
-    for ours, theirs in zip(got, want, strict=True):
-        assert torch.equal(ours, theirs)
-    assert sampler._verify.short == greedy
+    check_in_place(
+        Case(requests=30, vocab=32000, lengths="mixed", seed=21), DEVICE, greedy=greedy, block=block
+    )
 
 
 def test_tokens_of_rows_with_nans_are_within_the_vocabulary() -> None:
