@@ -14,6 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+from nwor.engine import lean_sampling
+from nwor.engine.lean_greedy import rejection_sample_greedy
 
 #: How long the requests' windows are: all drafts, any number of them, or none.
 LENGTHS = ("full", "mixed", "none")
@@ -187,6 +191,40 @@ CASES = [
 ]
 
 
+def stock(batch: Batch, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample as vLLM does."""
+    return rejection_sample(
+        batch.logits,
+        batch.draft_logits,
+        batch.draft_sampled,
+        batch.cu_num_logits,
+        batch.pos,
+        batch.idx_mapping,
+        batch.expanded_idx_mapping,
+        batch.expanded_local_pos,
+        batch.temperature,
+        batch.seeds,
+        k,
+        batch.rates,
+    )
+
+
+def short(batch: Batch, case: Case, workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample the short way."""
+    return rejection_sample_greedy(
+        batch.logits,
+        case.draft_vocab,
+        batch.draft_sampled,
+        batch.cu_num_logits,
+        batch.pos,
+        batch.idx_mapping,
+        batch.seeds,
+        case.k,
+        batch.rates,
+        workspace,
+    )
+
+
 def check_in_place(case: Case, device: torch.device, *, greedy: bool, block: bool) -> None:
     """Compare a sampler's ``_verify`` before and after the short way took its place.
 
@@ -197,8 +235,6 @@ def check_in_place(case: Case, device: torch.device, *, greedy: bool, block: boo
         block: whether the sampler verifies blocks.
 
     """
-    from nwor.engine import lean_sampling
-
     batch = make(case, device)
     if not greedy:
         batch.temperature[batch.idx_mapping[2].long()] = 0.8

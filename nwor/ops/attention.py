@@ -280,9 +280,7 @@ def _check(
     if checks.number("scale", scale) <= 0:
         raise ValueError(f"scale: is {scale}, wanted more than 0")
     checks.integer("max_query_len", max_query_len, 1, MAX_WINDOW)
-    checks.integer("sliding_window", sliding_window, -1)
-    if sliding_window == 0:
-        raise ValueError("sliding_window: is 0, wanted -1 or at least 1 (a query sees itself)")
+    checks.sliding_window(sliding_window)
     checks.number("softcap", softcap, low=0.0)
     checks.scales("k_scale", k_scale, device, ((), (1,), (kv_heads,)))
     checks.scales("v_scale", v_scale, device, ((), (1,), (kv_heads,)))
@@ -300,10 +298,7 @@ def _check(
         checks.last_contiguous("lse", lse)
 
     if plan is not None:
-        sms = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 0
-        checks.vector(
-            "plan", plan, torch.uint8, device, at_least=LIBRARIES.cuda_plan_size(sms) if on_cuda else 0
-        )
+        checks.vector("plan", plan, torch.uint8, device, at_least=LIBRARIES.plan_size(device))
 
     needed = verify_attention_workspace_size(device, max(batch, 1), heads, kv_heads, head_size, max_query_len)
     # Fewer torch threads than at creation need less; the op uses as many as fit.

@@ -99,6 +99,12 @@ def number(name: str, value: Any, *, low: float | None = None) -> float:
     return value
 
 
+def sliding_window(value: Any) -> None:
+    """Check a number of tokens that a query sees: -1 for all, or at least itself."""
+    if integer("sliding_window", value, -1) == 0:
+        raise ValueError("sliding_window: is 0, wanted -1 or at least 1 (a query sees itself)")
+
+
 def cache_dtype(name: str, value: Any, source: torch.dtype) -> tuple[torch.dtype, ...]:
     """Check vLLM's name of a cache format and return the dtypes that its tensors may have."""
     if value not in CACHE_DTYPES:

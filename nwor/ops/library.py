@@ -161,6 +161,9 @@ class Libraries:
         """Bytes of workspace for (multiprocessors, batch, heads, KV heads, head size, longest window)."""
         return int(self._cuda.nwor_cuda_verify_workspace_size(*limits))
 
-    def cuda_plan_size(self, multiprocessors: int) -> int:
-        """Bytes of a plan of verify_attention."""
-        return int(self._cuda.nwor_cuda_verify_plan_size(multiprocessors))
+    def plan_size(self, device: torch.device) -> int:
+        """Bytes of a plan of verify_attention on a device; 0 on a CPU, which plans in each call."""
+        if device.type == "cpu":
+            return 0
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        return int(self._cuda.nwor_cuda_verify_plan_size(sms))

@@ -25,10 +25,8 @@ def make_verify_plan(device: torch.device | str) -> torch.Tensor | None:
     """
     device = torch.device(device)
     LIBRARIES.require(device)
-    if device.type == "cpu":
-        return None
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return torch.zeros(LIBRARIES.cuda_plan_size(sms), dtype=torch.uint8, device=device)
+    size = LIBRARIES.plan_size(device)
+    return torch.zeros(size, dtype=torch.uint8, device=device) if size else None
 
 
 def plan_verify_attention(
@@ -89,13 +87,8 @@ def plan_verify_attention(
     if source_dtype not in dtypes:
         raise ValueError(f"source_dtype: is {source_dtype}, wanted one of {', '.join(map(str, dtypes))}")
     checks.cache_dtype("kv_cache_dtype", kv_cache_dtype, source_dtype)
-    checks.integer("sliding_window", sliding_window, -1)
-    if sliding_window == 0:
-        raise ValueError("sliding_window: is 0, wanted -1 or at least 1 (a query sees itself)")
-    least = 0
-    if on_cuda:
-        least = LIBRARIES.cuda_plan_size(torch.cuda.get_device_properties(device).multi_processor_count)
-    checks.vector("plan", plan, torch.uint8, device, at_least=least)
+    checks.sliding_window(sliding_window)
+    checks.vector("plan", plan, torch.uint8, device, at_least=LIBRARIES.plan_size(device))
     _op(
         query_start_loc,
         seq_lens,

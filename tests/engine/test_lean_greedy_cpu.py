@@ -18,11 +18,8 @@ from tests.engine.runner import V2
 if not V2:
     pytest.skip("test_runner_v2.py runs it with Triton's interpreter", allow_module_level=True)
 
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
-
 from nwor import ops
-from nwor.engine.lean_greedy import rejection_sample_greedy
-from tests.greedy_batches import CASES, Case, check_in_place, filled_memory, make
+from tests.greedy_batches import CASES, Case, check_in_place, filled_memory, make, short, stock
 
 CPU = torch.device("cpu")
 
@@ -32,32 +29,8 @@ CPU = torch.device("cpu")
 def test_same_tokens(case: Case, turn: int) -> None:
     batch = make(replace(case, seed=case.seed + 100 * turn), CPU)
     with filled_memory():
-        want = rejection_sample(
-            batch.logits,
-            batch.draft_logits,
-            batch.draft_sampled,
-            batch.cu_num_logits,
-            batch.pos,
-            batch.idx_mapping,
-            batch.expanded_idx_mapping,
-            batch.expanded_local_pos,
-            batch.temperature,
-            batch.seeds,
-            case.k,
-            batch.rates,
-        )
-        got = rejection_sample_greedy(
-            batch.logits,
-            case.draft_vocab,
-            batch.draft_sampled,
-            batch.cu_num_logits,
-            batch.pos,
-            batch.idx_mapping,
-            batch.seeds,
-            case.k,
-            batch.rates,
-            ops.make_argmax_workspace(len(batch.logits), CPU),
-        )
+        want = stock(batch, case.k)
+        got = short(batch, case, ops.make_argmax_workspace(len(batch.logits), CPU))
     for ours, theirs in zip(got, want, strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)

@@ -17,22 +17,21 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from nwor import ops
 from nwor.engine import lean_launches, lean_sampling
-from nwor.engine.lean_greedy import rejection_sample_greedy
 from tests.drafting import PADDING, Speculator, draft
 from tests.gpu import demo_engine
 from tests.greedy_batches import (
     CASES,
     LENGTHS,
-    Batch,
     Case,
     check_in_place,
     filled_memory,
     make,
     make_sampler,
+    short,
+    stock,
 )
 
 pytestmark = pytest.mark.gpu
@@ -45,38 +44,6 @@ LARGE = [
     for lengths in LENGTHS[:2]
     for synthetic in (False, True)
 ]
-
-
-def stock(batch: Batch, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return rejection_sample(
-        batch.logits,
-        batch.draft_logits,
-        batch.draft_sampled,
-        batch.cu_num_logits,
-        batch.pos,
-        batch.idx_mapping,
-        batch.expanded_idx_mapping,
-        batch.expanded_local_pos,
-        batch.temperature,
-        batch.seeds,
-        k,
-        batch.rates,
-    )
-
-
-def short(batch: Batch, case: Case, workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return rejection_sample_greedy(
-        batch.logits,
-        case.draft_vocab,
-        batch.draft_sampled,
-        batch.cu_num_logits,
-        batch.pos,
-        batch.idx_mapping,
-        batch.seeds,
-        case.k,
-        batch.rates,
-        workspace,
-    )
 
 
 @pytest.fixture(params=["triton", "lean"])

@@ -56,7 +56,7 @@ def call(case: AttentionCase, inputs: AttentionInputs, **changes: Any) -> dict[s
 
 
 def check_planned(case: AttentionCase, inputs: AttentionInputs) -> None:
-    """Attend once more, with a plan: no bit of what is written may differ. A CPU plans nothing."""
+    """Attend without a plan and with one: no bit of what is written may differ. A CPU plans nothing."""
     arguments = call(case, inputs)
     query, key = arguments["query"], arguments["key"]
     plan = ops.make_verify_plan(query.device)
@@ -79,17 +79,18 @@ def check_planned(case: AttentionCase, inputs: AttentionInputs) -> None:
     written = [arguments["output"][:rows]]
     if inputs.lse is not None:
         written.append(arguments["lse"][:, :rows])
-    before = [part.clone() for part in written]
-    for part in written:
-        part.fill_(float("nan"))
-    ops.verify_attention(**arguments, plan=plan)
-    for was, part in zip(before, written, strict=True):
-        assert torch.equal(was.contiguous().view(torch.uint8), part.contiguous().view(torch.uint8))
+    results = []
+    for given in (None, plan):
+        for part in written:
+            part.fill_(float("nan"))
+        ops.verify_attention(**arguments, plan=given)
+        results.append([part.clone().contiguous().view(torch.uint8) for part in written])
+    for alone, planned in zip(*results, strict=True):
+        assert torch.equal(alone, planned)
 
 
 def check(case: AttentionCase, inputs: AttentionInputs) -> None:
     """Compare output and lse with the reference, and padding rows and margins with the pattern."""
-    check_planned(case, inputs)
     want, want_lse = reference.verify_attention(**inputs.arguments)
     rows = sum(case.windows)
     got = inputs.output.view[:rows].to(torch.float64)
@@ -102,6 +103,7 @@ def check(case: AttentionCase, inputs: AttentionInputs) -> None:
         torch.testing.assert_close(got_lse, want_lse[:, :rows], atol=max(tolerance / 4, 5e-6), rtol=1e-6)
         assert (inputs.lse.view[:, rows:].contiguous().view(torch.uint8) == PATTERN).all()
         assert inputs.lse.margins_untouched()
+    check_planned(case, inputs)
 
 
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
