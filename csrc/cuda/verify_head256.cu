@@ -11,8 +11,8 @@ cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 80);
   return launch_first_fitting<
       Choice<WarpgroupShape<256, 1, 1, 3, 3, kKind>, 1>, Choice<WarpgroupShape<256, 2, 1, 3, 3, kKind>, 1>,
-      Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind>, 1>, Choice<WarpgroupShape<256, 3, 2, 3, 3, kKind>, 1>,
-      Choice<WarpgroupShape<256, 5, 2, 3, 2, kKind>, 1>>(request);
+      Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind>, 1>, Choice<WarpgroupShape<256, 3, 2, 2, 3, kKind>, 1>,
+      Choice<WarpgroupShape<256, 5, 2, 2, 3, kKind>, 1>>(request);
 }
 
 template <>
@@ -20,7 +20,7 @@ cudaError_t launch_wgmma<Kind::kFp8>(LaunchRequest request) {
   constexpr Kind kKind = Kind::kFp8;
   request.rows = std::min(request.rows, 80);
   return launch_first_fitting<
-      Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind>, 2>, Choice<WarpgroupShape<256, 5, 1, 3, 2, kKind>, 2>,
+      Choice<WarpgroupShape<256, 3, 1, 2, 3, kKind>, 2>, Choice<WarpgroupShape<256, 5, 1, 2, 3, kKind>, 2>,
       Choice<WarpgroupShape<256, 5, 2, 4, 4, kKind>, 1>>(request);
 }
 

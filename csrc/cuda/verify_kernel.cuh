@@ -16,8 +16,9 @@ constexpr float kRescaleAbove = 8.f;  // powers of two by which a score may exce
 template <class S>
 struct WarpState {
   float accumulator[S::kHeadSize / 16][S::kRowTiles][4];  // O^T
-  float maximum[S::kRowTiles][2];                         // per column, base 2; the same in all lanes of a column
-  float sum[S::kRowTiles][2];                             // per column, this lane's part
+  // Per column, base 2; the same in all lanes of a column. Negative, since that is what is added to a score.
+  float minus_maximum[S::kRowTiles][2];
+  float sum[S::kRowTiles][2];  // per column, this lane's part
 };
 
 // S^T of one tile: scores[j][e] is of key row lane/4 + e/2*8 and query row 8j + lane%4*2 + e%2.
@@ -162,7 +163,7 @@ __device__ __forceinline__ void softmax_step(float scale, bool first, float (&sc
   for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
     for (int c = 0; c < 2; ++c)
-      excess = fmaxf(excess, fmaf(fmaxf(scores[j][c], scores[j][2 + c]), scale, -state.maximum[j][c]));
+      excess = fmaxf(excess, fmaf(fmaxf(scores[j][c], scores[j][2 + c]), scale, state.minus_maximum[j][c]));
   if (__any_sync(0xffffffffu, excess > kRescaleAbove)) {
     float shrink[S::kRowTiles][2];
 #pragma unroll
@@ -173,9 +174,9 @@ __device__ __forceinline__ void softmax_step(float scale, bool first, float (&sc
         highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 4));
         highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 8));
         highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 16));
-        highest = fmaxf(highest, state.maximum[j][c]);
-        shrink[j][c] = exp2_fast(state.maximum[j][c] - highest);
-        state.maximum[j][c] = highest;
+        highest = fmaxf(highest, -state.minus_maximum[j][c]);
+        shrink[j][c] = exp2_fast(-state.minus_maximum[j][c] - highest);
+        state.minus_maximum[j][c] = -highest;
       }
     if (!first) {
 #pragma unroll
@@ -195,7 +196,7 @@ __device__ __forceinline__ void softmax_step(float scale, bool first, float (&sc
   for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      scores[j][e] = exp2_fast(fmaf(scores[j][e], scale, -state.maximum[j][e % 2]));
+      scores[j][e] = exp2_fast(fmaf(scores[j][e], scale, state.minus_maximum[j][e % 2]));
       state.sum[j][e % 2] += scores[j][e];
     }
 }
@@ -231,7 +232,7 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
       for (int e = 0; e < 4; ++e) state.accumulator[d][j][e] = 0.f;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      state.maximum[j][c] = kNoScore;
+      state.minus_maximum[j][c] = -kNoScore;
       state.sum[j][c] = 0.f;
     }
   }
@@ -309,7 +310,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     if (threadIdx.x == 0) continue_walk(p, requests, segment, next, control);
     WarpState<S> state;
     attend_segment<S>(p, segment, stream, state, shared);
-    share_stats<S>(stream.group(), stream.row(), state.maximum, state.sum, space);
+    share_stats<S>(stream.group(), stream.row(), state.minus_maximum, state.sum, space);
     __syncthreads();  // the statistics are there, and no warp reads the query rows or the ring any more
     const bool more = control.more;
     if (overlap && more) begin_segment<S>(p, next, rank, stream, shared);

@@ -138,7 +138,8 @@ __device__ __forceinline__ void store_quad(const VerifyParams& p, const Segment&
 
 // Leaves the group's maxima and sums in shared memory.
 template <class S>
-__device__ __forceinline__ void share_stats(int group_index, int warp_row, const float (&maximum)[S::kRowTiles][2],
+__device__ __forceinline__ void share_stats(int group_index, int warp_row,
+                                            const float (&minus_maximum)[S::kRowTiles][2],
                                             const float (&sum)[S::kRowTiles][2], const MergeSpace<S>& space) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -150,7 +151,7 @@ __device__ __forceinline__ void share_stats(int group_index, int warp_row, const
       l += __shfl_xor_sync(0xffffffffu, l, 8);
       l += __shfl_xor_sync(0xffffffffu, l, 16);
       if (lane < 4)
-        space.stats()[group_index * S::kRows + warp_row + 8 * j + 2 * lane + e] = make_float2(maximum[j][e], l);
+        space.stats()[group_index * S::kRows + warp_row + 8 * j + 2 * lane + e] = make_float2(-minus_maximum[j][e], l);
     }
 }
 

@@ -47,10 +47,12 @@ struct VerifyParams {
   bool is_bf16;          // query, key, value and output: bf16, else fp16
   bool is_fp8, is_e5m2;  // the caches
   bool sinks_float;      // sinks are float32, else the query's dtype
-  bool whole_tiles;      // cache blocks hold whole tiles
   bool aligned;          // rows of query, key, value and output begin at multiples of 16 bytes
 
   // Set by launch_verify_attention().
+  bool whole_tiles;  // cache blocks hold whole tiles
+  // The caches' strides in bytes, as loads of whole tiles want them: in 32 bits.
+  uint32_t key_block_bytes, key_token_bytes, value_block_bytes, value_token_bytes;
   Divisor group;          // query heads per KV head
   Divisor block;          // block_size
   Divisor by_workers;     // workers

@@ -10,6 +10,7 @@ template <class S>
 struct Stream {
   uint32_t ring;      // the group's
   int first, stride;  // the group's tiles: first + stride * step
+  const char *key_cache, *value_cache;  // of the segment's head
   int looked_up;      // lane i holds the block, and the offset in it, of the tile of step `looked_up` + i
   int block, offset, next_block, next_offset;
 
@@ -48,23 +49,18 @@ __device__ __forceinline__ int2 find_tile(const VerifyParams& p, const Segment& 
 template <class S>
 __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& segment, Stream<S>& stream, int step,
                                           int slot, char* shared) {
-  constexpr int kElement = S::kFp8 ? 1 : 2;
   const int tile = stream.first + stream.stride * step;
   if (tile >= segment.end) return;
   const uint32_t stage = stream.ring + slot * S::kStageBytes;
   TileRows rows;
   if (tile < segment.context_tiles) {
     const int2 place = find_tile<S>(p, segment, stream, step);
-    const int64_t block = place.x, offset = place.y;
     const int token = (segment.first_context_tile + tile) * S::kTile;
     rows.valid = segment.work.context - token;
-    rows.key_stride = p.key_cache_token * kElement;
-    rows.value_stride = p.value_cache_token * kElement;
-    rows.key = static_cast<const char*>(p.key_cache) +
-               (segment.head * p.key_cache_head + block * p.key_cache_block + offset * p.key_cache_token) * kElement;
-    rows.value =
-        static_cast<const char*>(p.value_cache) +
-        (segment.head * p.value_cache_head + block * p.value_cache_block + offset * p.value_cache_token) * kElement;
+    rows.key_stride = p.key_token_bytes;
+    rows.value_stride = p.value_token_bytes;
+    rows.key = further(further(stream.key_cache, place.x, p.key_block_bytes), place.y, p.key_token_bytes);
+    rows.value = further(further(stream.value_cache, place.x, p.value_block_bytes), place.y, p.value_token_bytes);
     if (!p.whole_tiles) {
       copy_scattered_tile<S>(p, segment.request, segment.head, token, min(rows.valid, kTileTokens),
                              TileAddresses{stage, stage + S::kTileBytes});
@@ -79,8 +75,8 @@ __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& 
                              TileAddresses{at, at + S::kTileBytes});
       return;
     }
-    rows.key_stride = p.key_token * 2;
-    rows.value_stride = p.value_token * 2;
+    rows.key_stride = static_cast<uint32_t>(p.key_token * 2);
+    rows.value_stride = static_cast<uint32_t>(p.value_token * 2);
     rows.key = static_cast<const char*>(p.key) +
                (segment.head * p.key_head + (segment.work.start + token) * p.key_token) * 2;
     rows.value = static_cast<const char*>(p.value) +
@@ -93,6 +89,9 @@ __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& 
 template <class S>
 __device__ __forceinline__ void begin_stream(const VerifyParams& p, const Segment& segment, int rank, Stream<S>& stream,
                                              char* shared) {
+  constexpr int kElement = S::kFp8 ? 1 : 2;
+  stream.key_cache = static_cast<const char*>(p.key_cache) + segment.head * p.key_cache_head * kElement;
+  stream.value_cache = static_cast<const char*>(p.value_cache) + segment.head * p.value_cache_head * kElement;
   stream.stride = p.cluster * S::kGroups;
   stream.first = segment.tile + rank * S::kGroups + stream.group();
   stream.looked_up = 0;

@@ -1,5 +1,6 @@
 // Shapes of the warpgroup kernel's shared memory, and the tiles on their way into it. Keys and values have rings of
-// their own: a tile's keys are free as soon as its scores are known, and so make room earlier.
+// their own: a tile's keys are multiplied a step before its values, and make room earlier. With one stage more for
+// values both are loaded at the same time; they lie side by side in the cache.
 #pragma once
 
 #include "verify_kernel.cuh"
@@ -20,7 +21,7 @@ struct WarpgroupShape {
   static constexpr int kValueStages = kValueStages_;
   static constexpr Kind kKind = kKind_;
   static constexpr bool kFp8 = kKind == Kind::kFp8;
-  static_assert(kD % 64 == 0 && kValueStages >= 2 && kKeyStages >= kValueStages);
+  static_assert(kD % 64 == 0 && kValueStages >= 2 && kKeyStages >= 2 && kKeyStages + 1 >= kValueStages);
 
   static constexpr int kThreads = 128 * kRowGroups;
   static constexpr int kRows = 8 * kRowTiles * kRowGroups;
@@ -29,7 +30,9 @@ struct WarpgroupShape {
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kQueryBytes = kRows * kD * 2;
   static constexpr int kRingBytes = (kKeyStages + kValueStages) * kTileBytes;
-  static constexpr int kProbabilityBytes = kRows * 128;
+  static constexpr int kProbabilityBytes = kRows * 128;  // of one tile; the next one's lie behind
+  // Steps whose copies may be under way when a tile's values and the next one's keys are to be there.
+  static constexpr int kPending = (kKeyStages < kValueStages ? kKeyStages : kValueStages) - 2;
   // Fewest tiles of a thread block that are worth another worker: about what joining the workers' parts costs.
   static constexpr int kMinTiles = kFp8 || kD == 64 ? 4 : kD == 128 ? 6 : 3;
 
@@ -56,7 +59,7 @@ struct WarpgroupShape {
   static constexpr int kRowsOffset = kStatsOffset + kStatGroups * kRows * 8;
   static constexpr int kOutputOffset = kRowsOffset + kRows * 8;
   static_assert(kOutputOffset + kRows * 8 <= kProbabilityOffset + kProbabilityBytes);
-  static constexpr int kFlagOffset = kProbabilityOffset + kProbabilityBytes;
+  static constexpr int kFlagOffset = kProbabilityOffset + 2 * kProbabilityBytes;
   static constexpr int kControlOffset = kFlagOffset + 16;
   static constexpr int kTableOffset = kControlOffset + kControlBytes;
   static constexpr int kSharedBytes = kTableOffset + kTabledRequests * 8;
@@ -87,19 +90,20 @@ struct WarpgroupShape {
 
   // The part of a tile that this warp helps to fill: 16 tokens, with a warp of each warpgroup.
   static constexpr int kCopyWarps = kRowGroups;
-  static __device__ __forceinline__ int copy_warp() { return threadIdx.x / 128; }
+  static __device__ __forceinline__ int copy_warp() { return kRowGroups == 1 ? 0 : static_cast<int>(threadIdx.x / 128); }
   static __device__ __forceinline__ int copy_token() { return warp() * 16; }
   static constexpr int kFillThreads = kThreads;  // a tile is filled by all of them where copying cannot
   static __device__ __forceinline__ int fill_thread() { return threadIdx.x; }
   static __device__ __forceinline__ int copy_offset() { return warp() * 16 * (kFp8 ? kRowBytes : 128); }
-  static __device__ __forceinline__ void copy(const char* rows, int64_t stride, int valid, uint32_t tile) {
+  static __device__ __forceinline__ void copy(const char* rows, uint32_t stride, int valid, uint32_t tile) {
     constexpr int kChunks = kRowBytes / 16;
     constexpr int kPassRows = 32 / kChunks, kPasses = 16 / kPassRows;
     constexpr int kPitch = kFp8 ? kRowBytes : 128;
     const int lane = threadIdx.x % 32, chunk = lane % kChunks;
     const uint32_t first = tile + tile_offset(lane / kChunks, chunk);
     int row = lane / kChunks + copy_warp() * kPassRows;
-    const char* from = rows + row * stride + chunk * 16;
+    const char* from = further(rows, row, stride) + chunk * 16;
+    const uint64_t step = static_cast<uint64_t>(stride) * (kPassRows * kRowGroups);
 #pragma unroll
     for (int i = 0; i < kPasses / kRowGroups; ++i) {
       const int pass_row = (i * kRowGroups + copy_warp()) * kPassRows;
@@ -107,17 +111,17 @@ struct WarpgroupShape {
       const int swizzle = kFp8 ? row_swizzle<kChunks>(pass_row) : pass_row & 7;
       copy_async16((first ^ (swizzle << 4)) + pass_row * kPitch, from, row < valid);
       row += kPassRows * kRowGroups;
-      from += stride * (kPassRows * kRowGroups);
+      from += step;
     }
   }
 };
 
-// The tiles of a segment on their way into the rings. Every load is a group of asynchronous copies of its own, also
-// where nothing is left to load: values of step s and keys of step s + kKeyStages - kValueStages + 1 take turns, so
-// that a count of groups tells what has arrived.
+// The tiles of a segment on their way into the rings. A step makes room for the keys of tile step + kKeyStages and the
+// values of tile step + kValueStages - 1; their copies are one group, also where nothing is left to load, so that a
+// count of groups tells what has arrived. Steps before the first fill the rings.
 template <class S>
 struct TileQueue {
-  static constexpr int kLag = S::kKeyStages - S::kValueStages;  // steps from the last keys back to the next values
+  static constexpr int kLag = S::kKeyStages - S::kValueStages + 1;  // tiles from the keys back to the values
   Stream<S> stream;
   int2 places[kLag + 1];  // of the last keys; the newest first
 
@@ -126,42 +130,53 @@ struct TileQueue {
     begin_stream<S>(p, segment, rank, stream, shared);
 #pragma unroll 1
     for (int step = -S::kKeyStages;; ++step) {
-      load_values(p, segment, step + S::kValueStages - 1, shared);
+      find_keys(p, segment, step);
+      if (step < -1) load_keys(p, segment, step, shared);
+      load_values(p, segment, step, shared);
       if (step == -1) break;
-      load_keys(p, segment, step + S::kKeyStages, shared);
+      copy_async_commit();
     }
   }
 
   __device__ __forceinline__ void load_last_keys(const VerifyParams& p, const Segment& segment, char* shared) {
-    load_keys(p, segment, S::kKeyStages - 1, shared);
+    load_keys(p, segment, -1, shared);
+    copy_async_commit();
   }
 
-  // Steps that do not exist load nothing.
-  __device__ __forceinline__ void load_keys(const VerifyParams& p, const Segment& segment, int step, char* shared) {
-    const int tile = stream.first + stream.stride * step;
+  __device__ __forceinline__ void advance(const VerifyParams& p, const Segment& segment, int step, char* shared) {
+    find_keys(p, segment, step);
+    load_keys(p, segment, step, shared);
+    load_values(p, segment, step, shared);
+    copy_async_commit();
+  }
+
+ private:
+  // Tiles that do not exist are not looked up, and nothing is loaded of them.
+  __device__ __forceinline__ void find_keys(const VerifyParams& p, const Segment& segment, int step) {
+    const int index = step + S::kKeyStages;
 #pragma unroll
     for (int i = kLag; i > 0; --i) places[i] = places[i - 1];
-    if (tile < segment.end) {
-      if (tile < segment.context_tiles) places[0] = find_tile<S>(p, segment, stream, step);
-      load<false>(p, segment, tile, places[0], S::key_offset(step % S::kKeyStages), shared);
-    }
-    copy_async_commit();
+    if (stream.first + stream.stride * index < min(segment.end, segment.context_tiles))
+      places[0] = find_tile<S>(p, segment, stream, index);
+  }
+
+  __device__ __forceinline__ void load_keys(const VerifyParams& p, const Segment& segment, int step, char* shared) {
+    const int index = step + S::kKeyStages, tile = stream.first + stream.stride * index;
+    if (tile < segment.end) load<false>(p, segment, tile, places[0], S::key_offset(index % S::kKeyStages), shared);
   }
 
   __device__ __forceinline__ void load_values(const VerifyParams& p, const Segment& segment, int step, char* shared) {
-    const int tile = stream.first + stream.stride * step;
-    if (step >= 0 && tile < segment.end)
-      load<true>(p, segment, tile, places[kLag], S::value_offset(step % S::kValueStages), shared);
-    copy_async_commit();
+    const int index = step + S::kValueStages - 1, tile = stream.first + stream.stride * index;
+    if (index >= 0 && tile < segment.end)
+      load<true>(p, segment, tile, places[kLag], S::value_offset(index % S::kValueStages), shared);
   }
 
   template <bool kValue>
   __device__ __forceinline__ void load(const VerifyParams& p, const Segment& segment, int tile, int2 place, int offset,
                                        char* shared) {
-    constexpr int kElement = S::kFp8 ? 1 : 2;
     const uint32_t to = smem_address(shared) + offset + S::copy_offset();
     const char* rows;
-    int64_t stride;
+    uint32_t stride;
     int valid;
     if (tile < segment.context_tiles) {
       const int token = (segment.first_context_tile + tile) * S::kTile + S::copy_token();
@@ -171,13 +186,10 @@ struct TileQueue {
                                TileAddresses{kValue ? TileAddresses::kNone : to, kValue ? to : TileAddresses::kNone});
         return;
       }
-      const int64_t block = place.x, in_block = place.y;
-      stride = (kValue ? p.value_cache_token : p.key_cache_token) * kElement;
-      rows = static_cast<const char*>(kValue ? p.value_cache : p.key_cache) +
-             (segment.head * (kValue ? p.value_cache_head : p.key_cache_head) +
-              block * (kValue ? p.value_cache_block : p.key_cache_block)) *
-                 kElement +
-             in_block * stride;
+      stride = kValue ? p.value_token_bytes : p.key_token_bytes;
+      rows = further(kValue ? stream.value_cache : stream.key_cache, place.x,
+                     kValue ? p.value_block_bytes : p.key_block_bytes);
+      rows = further(rows, place.y, stride);
     } else {
       const int first = (tile - segment.context_tiles) * S::kTile;
       if (S::kFp8 || !p.aligned) {
@@ -189,9 +201,10 @@ struct TileQueue {
       }
       const int token = first + S::copy_token();
       valid = segment.work.window - token;
-      stride = (kValue ? p.value_token : p.key_token) * 2;
+      stride = static_cast<uint32_t>((kValue ? p.value_token : p.key_token) * 2);
       rows = static_cast<const char*>(kValue ? p.value : p.key) +
-             segment.head * (kValue ? p.value_head : p.key_head) * 2 + (segment.work.start + token) * stride;
+             segment.head * (kValue ? p.value_head : p.key_head) * 2;
+      rows = further(rows, segment.work.start + token, stride);
     }
     S::copy(rows, stride, valid, to);
   }

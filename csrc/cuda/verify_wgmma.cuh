@@ -12,8 +12,8 @@ namespace nwor {
 template <class S>
 struct WarpgroupState {
   float accumulator[S::kHeadSize / 64][S::kRowTiles][4];  // O^T; block b, this warp: slice 4b + warp
-  float maximum[S::kRowTiles][2];
-  float sum[S::kRowTiles][2];  // this lane's part
+  float minus_maximum[S::kRowTiles][2];  // base 2; negative, since that is what is added to a score
+  float sum[S::kRowTiles][2];            // this lane's part
 };
 
 // The running maxima of all rows after a tile that exceeds them, and what was added up shrunk to fit. Called by the
@@ -39,11 +39,11 @@ __device__ __forceinline__ void raise_maxima(float scale, bool first, const floa
   for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      float highest = state.maximum[j][c];
+      float highest = -state.minus_maximum[j][c];
 #pragma unroll
       for (int w = 0; w < 4; ++w) highest = fmaxf(highest, exchange[w * S::kRows + 8 * j + 2 * (lane % 4) + c]);
-      const float shrink = exp2_fast(state.maximum[j][c] - highest);
-      state.maximum[j][c] = highest;
+      const float shrink = exp2_fast(-state.minus_maximum[j][c] - highest);
+      state.minus_maximum[j][c] = -highest;
       if (first) continue;
       state.sum[j][c] *= shrink;
 #pragma unroll
@@ -99,67 +99,107 @@ __device__ __forceinline__ void convert_values(uint32_t tile, uint32_t (&fragmen
   }
 }
 
-// scores = K Q^T of a tile, finished when this returns.
+// The first operands of a tile's products: descriptors where the cache has 16 bits, otherwise what a warp converted, to
+// be held until the products are done.
 template <class S>
-__device__ __forceinline__ void multiply_tile_keys(uint32_t tile, uint32_t query, bool e5m2,
+struct TileOperands {
+  uint32_t keys[S::kFp8 ? S::kHeadSize / 16 : 1][4];
+  uint32_t values[S::kFp8 ? S::kHeadSize / 64 : 1][4][4];
+
+  __device__ __forceinline__ void hold_keys() const {
+    if constexpr (S::kFp8) {
+#pragma unroll
+      for (int k = 0; k < S::kHeadSize / 16; ++k) hold(keys[k]);
+    }
+  }
+  __device__ __forceinline__ void hold_values() const {
+    if constexpr (S::kFp8) {
+#pragma unroll
+      for (int b = 0; b < S::kHeadSize / 64; ++b)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) hold(values[b][k]);
+    }
+  }
+  static __device__ __forceinline__ void hold(const uint32_t (&fragment)[4]) {
+    asm volatile("" ::"r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]));
+  }
+};
+
+// scores = K Q^T of a tile, under way when this returns.
+template <class S>
+__device__ __forceinline__ void multiply_tile_keys(uint32_t tile, uint32_t query, bool e5m2, TileOperands<S>& operands,
                                                    float (&scores)[S::kRowTiles][4]) {
-  const auto query_of = [&](int k) { return wgmma_operand(query + k / 4 * (S::kRows * 128) + k % 4 * 32); };
+  const WgmmaOperand rows(query);
+  const auto query_of = [&](int k) { return rows.at(k / 4 * (S::kRows * 128) + k % 4 * 32); };
   if constexpr (S::kFp8) {
-    uint32_t fragments[S::kHeadSize / 16][4];
     if (e5m2) {
-      convert_keys<S, true>(tile, fragments);
+      convert_keys<S, true>(tile, operands.keys);
     } else {
-      convert_keys<S, false>(tile, fragments);
+      convert_keys<S, false>(tile, operands.keys);
     }
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < S::kHeadSize / 16; ++k)
-      WgmmaFragments<S::kRowTiles>::run(scores, fragments[k], query_of(k), k > 0);
-    wgmma_commit();
-    wgmma_wait();  // here, where the fragments still exist
+      WgmmaFragments<S::kRowTiles>::run(scores, operands.keys[k], query_of(k), k > 0);
   } else {
+    const WgmmaOperand keys(tile);
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < S::kHeadSize / 16; ++k)
-      Wgmma<S::kRowTiles, S::kKind, 0>::run(scores, wgmma_operand(tile + k / 4 * S::kPanelBytes + k % 4 * 32),
-                                            query_of(k), k > 0);
-    wgmma_commit();
-    wgmma_wait();
+      Wgmma<S::kRowTiles, S::kKind, 0>::run(scores, keys.at(k / 4 * S::kPanelBytes + k % 4 * 32), query_of(k), k > 0);
   }
 }
 
-// O^T += V^T P^T of a tile; under way when this returns where the cache has 16 bits.
+// O^T += V^T P^T of a tile, under way when this returns.
 template <class S>
 __device__ __forceinline__ void multiply_tile_values(uint32_t tile, uint32_t probabilities, bool e5m2,
+                                                     TileOperands<S>& operands,
                                                      float (&accumulator)[S::kHeadSize / 64][S::kRowTiles][4]) {
+  const WgmmaOperand rows(probabilities);
   if constexpr (S::kFp8) {
-    uint32_t fragments[S::kHeadSize / 64][4][4];
     if (e5m2) {
-      convert_values<S, true>(tile, fragments);
+      convert_values<S, true>(tile, operands.values);
     } else {
-      convert_values<S, false>(tile, fragments);
+      convert_values<S, false>(tile, operands.values);
     }
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int b = 0; b < S::kHeadSize / 64; ++b)
-        WgmmaFragments<S::kRowTiles>::run(accumulator[b], fragments[b][k], wgmma_operand(probabilities + k * 32), true);
-    wgmma_commit();
-    wgmma_wait();
+        WgmmaFragments<S::kRowTiles>::run(accumulator[b], operands.values[b][k], rows.at(k * 32), true);
   } else {
+    const WgmmaOperand values(tile);
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int b = 0; b < S::kHeadSize / 64; ++b)
-        Wgmma<S::kRowTiles, S::kKind, 1>::run(accumulator[b], wgmma_operand(tile + b * S::kPanelBytes + k * 16 * 128),
-                                              wgmma_operand(probabilities + k * 32), true);
-    wgmma_commit();
+        Wgmma<S::kRowTiles, S::kKind, 1>::run(accumulator[b], values.at(b * S::kPanelBytes + k * 16 * 128),
+                                              rows.at(k * 32), true);
   }
 }
 
-// The tiles of a segment whose first ones are on their way.
+// Scores to probabilities relative to the running maxima, and those to shared memory. `sum`: this lane's part with them.
+template <class S>
+__device__ __forceinline__ void store_probabilities(uint32_t to, float scale, const float (&scores)[S::kRowTiles][4],
+                                                    const WarpgroupState<S>& state, float (&sum)[S::kRowTiles][2]) {
+#pragma unroll
+  for (int j = 0; j < S::kRowTiles; ++j) {
+    float weights[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) weights[e] = exp2_fast(fmaf(scores[j][e], scale, state.minus_maximum[j][e % 2]));
+#pragma unroll
+    for (int c = 0; c < 2; ++c) sum[j][c] = state.sum[j][c] + weights[c] + weights[2 + c];
+    store_matrix2_transposed(to + j * 1024, pack2<S::kKind>(weights[0], weights[1]),
+                             pack2<S::kKind>(weights[2], weights[3]));
+  }
+}
+
+// The tiles of a segment whose first ones are on their way. A tile's values are multiplied while the next one's scores
+// become probabilities; one barrier a tile says that probabilities and tiles are there, that what was multiplied may be
+// overwritten, and whether a score asks for higher maxima. Where one does, which is seldom, the probabilities are
+// computed once more.
 template <class S>
 __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segment& segment, TileQueue<S>& queue,
                                                WarpgroupState<S>& state, char* shared) {
@@ -180,71 +220,92 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
       for (int e = 0; e < 4; ++e) state.accumulator[b][j][e] = 0.f;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      state.maximum[j][c] = kNoScore;
+      state.minus_maximum[j][c] = -kNoScore;
       state.sum[j][c] = 0.f;
     }
   }
 
-  if constexpr (S::kFp8) {
-    copy_async_wait<2 * (S::kKeyStages - 1)>();
-    finish_query<S>(p, shared);
-  }
-  int key_slot = 0, value_slot = 0;
-#pragma unroll 1
-  for (int step = 0; queue.stream.first + queue.stream.stride * step < segment.end; ++step) {
-    wgmma_wait();  // for the previous tile's values
-    copy_async_wait<2 * (S::kKeyStages - 1)>();
-    fence_async_proxy();
-    __syncthreads();  // the keys are there, and the query rows; nobody reads the last tile's values any more
-    queue.load_values(p, segment, step + S::kValueStages - 1, shared);
+  copy_async_wait<S::kKeyStages - 1>();
+  if constexpr (S::kFp8) finish_query<S>(p, shared);
+  fence_async_proxy();
+  __syncthreads();  // the query rows are there, and the first keys
+  // Asked of the whole warp, which tells the compiler that it does not diverge around the products.
+  const auto exists = [&](int step) {
+    return __any_sync(0xffffffffu, queue.stream.first + queue.stream.stride * step < segment.end);
+  };
+  if (exists(0)) {
+    TileOperands<S> operands;
     float scores[S::kRowTiles][4];
-    multiply_tile_keys<S>(S::key_tile(shared, key_slot), recomputed(query), p.is_e5m2, scores);
-
-    const int tile = queue.stream.first + queue.stream.stride * step;
-    const bool window = tile >= segment.context_tiles;
-    const int token =
-        (window ? tile - segment.context_tiles : segment.first_context_tile + tile) * S::kTile + 16 * S::warp();
-    const int valid = (window ? segment.work.window : segment.work.context) - token;
-    if (p.softcap != 0.f) {
-      const float inner = 2.f * exponent_scale / p.softcap, outer = p.softcap / logit_scale;
+    multiply_tile_keys<S>(S::key_tile(shared, 0), query, p.is_e5m2, operands, scores);
+    wgmma_commit();
+    wgmma_wait<0>();
+    operands.hold_keys();
+    int key_slot = 1, value_slot = 0, parity = 0;
+#pragma unroll 1
+    for (int step = 0;; ++step) {
+      const int tile = queue.stream.first + queue.stream.stride * step;
+      const bool window = tile >= segment.context_tiles;
+      const int token =
+          (window ? tile - segment.context_tiles : segment.first_context_tile + tile) * S::kTile + 16 * S::warp();
+      const int valid = (window ? segment.work.window : segment.work.context) - token;
+      if (p.softcap != 0.f) {
+        const float inner = __fdividef(2.f * exponent_scale, p.softcap), outer = __fdividef(p.softcap, logit_scale);
+#pragma unroll
+        for (int j = 0; j < S::kRowTiles; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            scores[j][e] = outer * (1.f - __fdividef(2.f, exp2_fast(scores[j][e] * inner) + 1.f));
+      }
+      if (window || valid < 16 || token < masked_before)
+        mask_scores<S>(p, segment, S::first_row(), window, token, valid, scores);
+      float excess = -INFINITY;
 #pragma unroll
       for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          scores[j][e] = outer * (1.f - __fdividef(2.f, exp2_fast(scores[j][e] * inner) + 1.f));
-    }
-    if (window || valid < 16 || token < masked_before)
-      mask_scores<S>(p, segment, S::first_row(), window, token, valid, scores);
-    float excess = -INFINITY;
+        for (int c = 0; c < 2; ++c)
+          excess =
+              fmaxf(excess, fmaf(fmaxf(scores[j][c], scores[j][2 + c]), exponent_scale, state.minus_maximum[j][c]));
+      bool exceeds = excess > kRescaleAbove, raise = step == 0;
+      float sum[S::kRowTiles][2];
+#pragma unroll 1
+      do {
+        if (raise) {
+          wgmma_wait<0>();
+          raise_maxima<S>(exponent_scale, step == 0, scores, state, shared + parity);
+          exceeds = false;
+        }
+        store_probabilities<S>(store_to + parity, exponent_scale, scores, state, sum);
+        copy_async_wait<S::kPending>();
+        wgmma_wait<0>();  // for the previous tile's values
+        fence_async_proxy();
+        raise = __syncthreads_or(exceeds) != 0;
+      } while (raise);
+      operands.hold_values();
 #pragma unroll
-    for (int j = 0; j < S::kRowTiles; ++j)
+      for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
-      for (int c = 0; c < 2; ++c)
-        excess = fmaxf(excess, fmaf(fmaxf(scores[j][c], scores[j][2 + c]), exponent_scale, -state.maximum[j][c]));
-    const bool raise = __syncthreads_or(excess > kRescaleAbove) != 0;  // and nobody reads the keys any more
-    queue.load_keys(p, segment, step + S::kKeyStages, shared);
-    key_slot = key_slot + 1 == S::kKeyStages ? 0 : key_slot + 1;
-    if (raise) raise_maxima<S>(exponent_scale, step == 0, scores, state, shared);
+        for (int c = 0; c < 2; ++c) state.sum[j][c] = sum[j][c];
 
-#pragma unroll
-    for (int j = 0; j < S::kRowTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        scores[j][e] = exp2_fast(fmaf(scores[j][e], exponent_scale, -state.maximum[j][e % 2]));
-        state.sum[j][e % 2] += scores[j][e];
-      }
-      store_matrix2_transposed(store_to + j * 1024, pack2<S::kKind>(scores[j][0], scores[j][1]),
-                               pack2<S::kKind>(scores[j][2], scores[j][3]));
+      if (!exists(step + 1)) break;
+      multiply_tile_keys<S>(S::key_tile(shared, key_slot), query, p.is_e5m2, operands, scores);
+      wgmma_commit();
+      multiply_tile_values<S>(S::value_tile(shared, value_slot), probabilities + parity, p.is_e5m2, operands,
+                              state.accumulator);
+      wgmma_commit();
+      queue.advance(p, segment, step, shared);
+      key_slot = key_slot + 1 == S::kKeyStages ? 0 : key_slot + 1;
+      value_slot = value_slot + 1 == S::kValueStages ? 0 : value_slot + 1;
+      parity = S::kProbabilityBytes - parity;
+      wgmma_wait<1>();  // the next tile's scores are there
+      operands.hold_keys();
     }
-    copy_async_wait<2 * S::kValueStages - 1>();
-    fence_async_proxy();
-    __syncthreads();  // the probabilities are there, and the values
-    multiply_tile_values<S>(S::value_tile(shared, value_slot), recomputed(probabilities), p.is_e5m2,
+    multiply_tile_values<S>(S::value_tile(shared, value_slot), probabilities + parity, p.is_e5m2, operands,
                             state.accumulator);
-    value_slot = value_slot + 1 == S::kValueStages ? 0 : value_slot + 1;
+    wgmma_commit();
+    wgmma_wait<0>();
+    operands.hold_values();
   }
   copy_async_wait<0>();
-  wgmma_wait();
   __syncthreads();  // the statistics may take the probabilities' place
 }
 
@@ -305,7 +366,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     if (threadIdx.x == 0) continue_walk(p, requests, segment, next, control);
     WarpgroupState<S> state;
     attend_segment<S>(p, segment, queue, state, shared);
-    share_stats<S>(S::warp(), S::first_row(), state.maximum, state.sum, space);
+    share_stats<S>(S::warp(), S::first_row(), state.minus_maximum, state.sum, space);
     __syncthreads();  // the statistics are there
     const bool more = control.more;
     if (overlap && more) queue.begin(p, next, rank, shared);

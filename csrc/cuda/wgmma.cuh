@@ -12,10 +12,19 @@
 
 namespace nwor {
 
-// Shared-memory matrix descriptor: address, 1024 bytes from eight rows to the next, 128-byte swizzle.
-__device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
-  return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4);
-}
+// An operand in shared memory: where it begins, as matrix descriptors say it. The same for the whole warp, and made so
+// that the compiler knows it: what is computed from it then takes no registers of the threads.
+struct WgmmaOperand {
+  uint32_t low;
+
+  explicit __device__ __forceinline__ WgmmaOperand(uint32_t address)
+      : low(__shfl_sync(0xffffffffu, (1u << 16) | ((address & 0x3ffff) >> 4), 0)) {}
+
+  // The descriptor of what lies `bytes` further: 1024 bytes from eight rows to the next, 128-byte swizzle.
+  __device__ __forceinline__ uint64_t at(int bytes) const {
+    return (uint64_t{(1u << 30) | (1024 >> 4)} << 32) | (low + static_cast<uint32_t>(bytes / 16));
+  }
+};
 
 __device__ __forceinline__ void wgmma_begin() {
 #if NWOR_WGMMA
@@ -29,9 +38,11 @@ __device__ __forceinline__ void wgmma_commit() {
 #endif
 }
 
+// Waits until at most the last kPending groups of products are under way.
+template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
 #if NWOR_WGMMA
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 #endif
 }
 
