@@ -1,6 +1,6 @@
-"""What tests with pipeline stages let engines do: requests that come, go and read from the prefix cache.
+"""What tests let engines do: requests that come, go and read from the prefix cache.
 
-The engine's scheduler runs in the process of the test; its workers do not.
+The engine's scheduler runs in the process of the test; its workers need not.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ def drain(llm: Any) -> None:
         core.step_with_batch_queue()
 
 
+def counter(llm: Any, name: str) -> int:
+    """Return one of vLLM's counters, of all engines together."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+
 @contextmanager
 def statistics(llm: Any) -> Iterator[list[Any]]:
     """Gather the statistics that the scheduler makes of each step."""
@@ -34,6 +39,24 @@ def statistics(llm: Any) -> Iterator[list[Any]]:
         yield stats
     finally:
         del scheduler.make_stats
+
+
+@contextmanager
+def outputs(llm: Any) -> Iterator[dict[str, Any]]:
+    """Gather the latest output of each request by its name."""
+    engine, latest = llm.llm_engine, {}
+    step = engine.step
+
+    def watched() -> list[Any]:
+        made: list[Any] = step()
+        latest.update((output.request_id, output) for output in made)
+        return made
+
+    engine.step = watched
+    try:
+        yield latest
+    finally:
+        del engine.step
 
 
 def hear_all(llm: Any, step: Callable[[], None]) -> None:

@@ -28,11 +28,9 @@ size_t ticket_bytes(int num_sms) {
 
 }  // namespace
 
-// Tickets, then for two partial results per thread block: maximum, sum and weighted values of each row. A thread
-// block keeps up to 24 rows more than the window has.
+// Tickets, then for two partial results per thread block: maximum, sum and weighted values of each row.
 size_t verify_workspace_bytes(int num_sms, int num_heads, int num_kv_heads, int head_size, int max_query_len) {
-  const size_t window_rows = static_cast<size_t>(num_heads / num_kv_heads) * max_query_len;
-  const size_t rows = std::min<size_t>(round_up(window_rows, 8) + 24, kMaxRows);
+  const size_t rows = workspace_rows(num_heads / num_kv_heads * max_query_len);
   return ticket_bytes(num_sms) + size_t{2} * num_sms * kMaxBlocksPerSm * rows * (head_size + 2) * sizeof(float);
 }
 

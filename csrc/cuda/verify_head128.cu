@@ -5,22 +5,22 @@
 namespace nwor {
 namespace {
 
-// Columns: row tiles, warpgroups, stages of keys and of values; then blocks per multiprocessor.
+// Columns: row tiles, warpgroups, stages of keys, of values and of probabilities; then blocks per multiprocessor.
 template <Kind kKind>
 cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 72);
-  return launch_first_fitting<Choice<WarpgroupShape<128, 3, 1, 3, 3, kKind>, 2>,
-                              Choice<WarpgroupShape<128, 5, 1, 2, 3, kKind>, 2>,
-                              Choice<WarpgroupShape<128, 9, 1, 2, 2, kKind>, 2>>(request);
+  return launch_first_fitting<Choice<WarpgroupShape<128, 3, 1, 3, 3, kKind, 2>, 2>,
+                              Choice<WarpgroupShape<128, 5, 1, 3, 2, kKind, 1>, 2>,
+                              Choice<WarpgroupShape<128, 9, 1, 3, 2, kKind, 1>, 2>>(request);
 }
 
 template <>
 cudaError_t launch_wgmma<Kind::kFp8>(LaunchRequest request) {
   constexpr Kind kKind = Kind::kFp8;
   request.rows = std::min(request.rows, 72);
-  return launch_first_fitting<Choice<WarpgroupShape<128, 3, 1, 3, 3, kKind>, 3>,
-                              Choice<WarpgroupShape<128, 5, 1, 4, 4, kKind>, 2>,
-                              Choice<WarpgroupShape<128, 9, 1, 4, 4, kKind>, 2>>(request);
+  return launch_first_fitting<Choice<WarpgroupShape<128, 3, 1, 3, 4, kKind, 1>, 3>,
+                              Choice<WarpgroupShape<128, 5, 1, 4, 4, kKind, 1>, 2>,
+                              Choice<WarpgroupShape<128, 9, 1, 3, 4, kKind, 1>, 2>>(request);
 }
 
 template <Kind kKind>

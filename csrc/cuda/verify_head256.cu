@@ -5,23 +5,24 @@
 namespace nwor {
 namespace {
 
-// Columns: row tiles, warpgroups, stages of keys and of values; then blocks per multiprocessor.
+// Columns: row tiles, warpgroups, stages of keys, of values and of probabilities; then blocks per multiprocessor.
 template <Kind kKind>
 cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 80);
-  return launch_first_fitting<
-      Choice<WarpgroupShape<256, 1, 1, 3, 3, kKind>, 1>, Choice<WarpgroupShape<256, 2, 1, 3, 3, kKind>, 1>,
-      Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind>, 1>, Choice<WarpgroupShape<256, 3, 2, 2, 3, kKind>, 1>,
-      Choice<WarpgroupShape<256, 5, 2, 2, 3, kKind>, 1>>(request);
+  return launch_first_fitting<Choice<WarpgroupShape<256, 1, 1, 3, 3, kKind, 2>, 1>,
+                              Choice<WarpgroupShape<256, 2, 1, 3, 3, kKind, 2>, 1>,
+                              Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind, 2>, 1>,
+                              Choice<WarpgroupShape<256, 5, 1, 3, 3, kKind, 2>, 1>,
+                              Choice<WarpgroupShape<256, 5, 2, 3, 2, kKind, 1>, 1>>(request);
 }
 
 template <>
 cudaError_t launch_wgmma<Kind::kFp8>(LaunchRequest request) {
   constexpr Kind kKind = Kind::kFp8;
   request.rows = std::min(request.rows, 80);
-  return launch_first_fitting<
-      Choice<WarpgroupShape<256, 3, 1, 2, 3, kKind>, 2>, Choice<WarpgroupShape<256, 5, 1, 2, 3, kKind>, 2>,
-      Choice<WarpgroupShape<256, 5, 2, 4, 4, kKind>, 1>>(request);
+  return launch_first_fitting<Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind, 1>, 2>,
+                              Choice<WarpgroupShape<256, 3, 2, 4, 5, kKind, 2>, 1>,
+                              Choice<WarpgroupShape<256, 5, 2, 4, 4, kKind, 1>, 1>>(request);
 }
 
 template <Kind kKind>

@@ -292,9 +292,10 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
   extern __shared__ __align__(1024) char shared[];
   const Requests<S::kRows, S::kTile> requests{p, reinterpret_cast<int2*>(shared + S::kTableOffset)};
   Control& control = *reinterpret_cast<Control*>(shared + S::kControlOffset);
-  const int worker = blockIdx.x / p.cluster, rank = blockIdx.x % p.cluster;
-  begin_walk(p, requests, worker, control);
+  const int rank = blockIdx.x % p.cluster;
+  begin_walk(p, requests, blockIdx.x / p.cluster, control);
   if (!control.more) return;
+  const int worker = control.walk.worker;
 
   Stream<S> stream;
   stream.ring = smem_address(shared + S::kQueryBytes + stream.group() * S::kStages * S::kStageBytes);

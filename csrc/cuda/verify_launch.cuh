@@ -19,6 +19,9 @@ struct LaunchRequest {
   cudaStream_t stream;
 };
 
+// Rows of a partial result that the workspace has room for. A thread block keeps up to 32 more than the window has.
+inline int workspace_rows(int window_rows) { return std::min((window_rows + 7) / 8 * 8 + 32, kMaxRows); }
+
 // Tells plans apart that were made for other launches.
 inline uint32_t plan_key(std::initializer_list<int> of) {
   uint32_t key = 2166136261u;
@@ -105,6 +108,7 @@ cudaError_t launch(const LaunchRequest& request) {
   static std::once_flag once[kDevices];
   static Residency known[kDevices];
   if (request.device < 0 || request.device >= kDevices) return cudaErrorInvalidDevice;
+  if (S::kRows > workspace_rows(request.rows)) return cudaErrorInvalidConfiguration;
   std::call_once(once[request.device], [&] { known[request.device] = find_residency<S, kBlocksPerSm>(request); });
   const Residency& residency = known[request.device];
   if (residency.status != cudaSuccess) return residency.status;

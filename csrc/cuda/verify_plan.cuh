@@ -4,7 +4,9 @@
 // A unit is one request's window for one KV head (and one chunk of query rows, where a window has more rows
 // than a thread block keeps). A unit's work is a row of tiles: the context's, then the window's. Where there are
 // no more units than workers, each unit is cut into pieces of one length (the last may be shorter), at most one
-// piece per worker. Otherwise all units' tiles in a row are cut into equal shares, and a unit may straddle workers.
+// piece per worker. Otherwise the units' tiles in a row are cut into equal shares, and a unit may straddle workers.
+// Each KV head has a row and workers of its own where that leaves few idle: the heads of a cache block, which lie side
+// by side, are then read at about the same time.
 #pragma once
 
 #include "verify_params.h"
@@ -110,12 +112,19 @@ struct Requests {
   }
 
   __device__ __forceinline__ int units(const RequestWork& work) const { return chunks(work) * p.num_kv_heads; }
+
+  // Those that lie in one of so many rows.
+  __device__ __forceinline__ int units_of_row(const RequestWork& work, int rows) const {
+    return rows > 1 ? chunks(work) : units(work);
+  }
 };
 
 struct Plan {
   int share;    // tiles per worker, or per piece
   bool pieces;  // units are cut into pieces
-  int total;    // tiles of all units
+  int total;    // tiles of a row
+  int rows;     // of units: one for each KV head, or one for all
+  int workers;  // of a row
 };
 
 // Pieces may be a sixth longer than an even share; beyond that, straddling is cheaper.
@@ -126,20 +135,22 @@ __device__ __forceinline__ int next_share(int share) { return share + max(share 
 template <int kRows, int kTile>
 __device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<kRows, kTile>& requests) {
   const int lane = threadIdx.x % 32;
-  int total = 0, units = 0, longest = 0, shortest = 1 << 30;
+  int head_total = 0, head_units = 0, longest = 0, shortest = 1 << 30;  // the first two of one KV head
 #pragma unroll 1
   for (int base = 0; base < p.batch; base += 32) {
     const RequestWork work = requests.get(base + lane);
-    const int own = requests.units(work);
-    units += own;
-    total += own * work.tiles;
+    const int own = requests.chunks(work);
+    head_units += own;
+    head_total += own * work.tiles;
     longest = max(longest, work.tiles);
     if (own > 0) shortest = min(shortest, work.tiles);
   }
-  units = __reduce_add_sync(0xffffffffu, units);
-  total = __reduce_add_sync(0xffffffffu, total);
+  head_units = __reduce_add_sync(0xffffffffu, head_units);
+  head_total = __reduce_add_sync(0xffffffffu, head_total);
+  int units = head_units * p.num_kv_heads;
+  const int total = head_total * p.num_kv_heads;
   const int even = max(divide(total + p.workers - 1, p.by_workers), 1);
-  Plan plan{even, false, total};
+  Plan plan{even, false, total, 1, p.workers};
   if (units <= p.workers) {
     int share = max(even, p.min_tiles);
     const int limit = max(share, longest_piece(even));
@@ -161,8 +172,18 @@ __device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<
   } else {
     longest = __reduce_max_sync(0xffffffffu, longest);
     shortest = __reduce_min_sync(0xffffffffu, shortest);
-    const int whole = divide(units + p.workers - 1, p.by_workers) * longest;
-    if (longest == shortest && whole <= even + even / 16) plan.share = whole;
+    int idle;
+    const int of_head = divide_small(p.workers, p.num_kv_heads, idle);
+    if (16 * idle <= p.workers) {
+      plan.rows = p.num_kv_heads;
+      plan.workers = of_head;
+      plan.total = head_total;
+      plan.share = max((head_total + of_head - 1) / of_head, 1);
+      units = head_units;
+    }
+    const int whole = divide_up(units, plan.workers) * longest;
+    const int join = kTile == kTileTokens ? p.min_tiles : 2 * p.min_tiles;  // what joining parts costs
+    if (longest == shortest && whole <= plan.share + min(plan.share / 16, join)) plan.share = whole;
   }
   return plan;
 }
@@ -177,7 +198,7 @@ __device__ __forceinline__ int find_request(const VerifyParams& p, const Request
   for (int base = 0; base < p.batch; base += 32) {
     const RequestWork work = requests.get(base + lane);
     const int own = plan.pieces ? divide_up(work.tiles, plan.share) : work.tiles;
-    const int length = requests.units(work) * own;
+    const int length = requests.units_of_row(work, plan.rows) * own;
     int inclusive = length;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {

@@ -23,7 +23,8 @@ struct Segment {
 // Walks a worker's part of the plan, segment by segment.
 struct Walk {
   Plan plan;
-  int worker, position, end;  // of the plan's pieces or tiles
+  int row, first_worker;      // of the plan's rows; its workers begin there
+  int worker, position, end;  // of the row's pieces or tiles
   int begin, length;          // of the request's first unit, of each of its units
 };
 
@@ -54,10 +55,11 @@ __device__ __forceinline__ bool next_segment(const VerifyParams& p, const Reques
   while (walk.position < walk.end) {
     const int tiles = segment.work.tiles;
     const int chunks = requests.chunks(segment.work);
+    const int units = requests.units_of_row(segment.work, walk.plan.rows);
     int inside;
     const int unit = divide_small(walk.position - walk.begin, walk.length, inside);
-    if (unit >= chunks * p.num_kv_heads) {  // on to the next request that has a window
-      walk.begin += chunks * p.num_kv_heads * walk.length;
+    if (unit >= units) {  // on to the next request that has a window
+      walk.begin += units * walk.length;
       do {
         if (++segment.request >= p.batch) return false;
         segment.work = requests.get(segment.request);
@@ -66,7 +68,7 @@ __device__ __forceinline__ bool next_segment(const VerifyParams& p, const Reques
       continue;
     }
     int chunk;
-    segment.head = divide_small(unit, chunks, chunk);
+    segment.head = walk.row + divide_small(unit, chunks, chunk);
     segment.first_row = chunk * kRows;
     segment.row_count = segment.work.window * static_cast<int>(p.group.value) - segment.first_row;
     segment.context_tiles = tiles - window_tiles<kTile>(segment.work.window);
@@ -85,9 +87,9 @@ __device__ __forceinline__ bool next_segment(const VerifyParams& p, const Reques
       if (segment.end - segment.tile < tiles) {
         const int unit_begin = walk.position - inside;
         int unused;
-        segment.first_worker = divide_small(unit_begin, walk.plan.share, unused);
-        segment.worker_count =
-            divide_small(unit_begin + tiles - 1, walk.plan.share, unused) - segment.first_worker + 1;
+        const int first = divide_small(unit_begin, walk.plan.share, unused);
+        segment.first_worker = walk.first_worker + first;
+        segment.worker_count = divide_small(unit_begin + tiles - 1, walk.plan.share, unused) - first + 1;
       }
       walk.position += segment.end - segment.tile;
     }
@@ -96,12 +98,15 @@ __device__ __forceinline__ bool next_segment(const VerifyParams& p, const Reques
   return false;
 }
 
-// The worker's first segment; false where it has none. Called by a whole warp.
+// The first segment of a worker, which `cluster` is the number of; false where it has none. Called by a whole warp.
 template <int kRows, int kTile>
-__device__ __forceinline__ bool first_segment(const VerifyParams& p, const Requests<kRows, kTile>& requests, int worker,
+__device__ __forceinline__ bool first_segment(const VerifyParams& p, const Requests<kRows, kTile>& requests, int cluster,
                                               Walk& walk, Segment& segment) {
   walk.plan = make_plan(p, requests);
-  walk.worker = worker;
+  const int worker = divide_small(cluster, walk.plan.rows, walk.row);  // of the row
+  if (worker >= walk.plan.workers) return false;
+  walk.first_worker = walk.row * walk.plan.workers;
+  walk.worker = walk.first_worker + worker;
   walk.position = walk.plan.pieces ? worker : worker * walk.plan.share;
   walk.end = walk.plan.pieces ? worker + 1 : min(walk.position + walk.plan.share, walk.plan.total);
   if (walk.position >= walk.end) return false;
@@ -114,13 +119,13 @@ __device__ __forceinline__ bool first_segment(const VerifyParams& p, const Reque
 // Begins a worker's way: read from the plan, if there is one for such a launch, or found by the first warp. Called by
 // the whole thread block.
 template <int kRows, int kTile>
-__device__ __forceinline__ void begin_walk(const VerifyParams& p, const Requests<kRows, kTile>& requests, int worker,
+__device__ __forceinline__ void begin_walk(const VerifyParams& p, const Requests<kRows, kTile>& requests, int cluster,
                                            Control& control) {
   if (p.plan != nullptr) {
     const int word = threadIdx.x;
     if (word < kPlanWords)
       reinterpret_cast<int*>(&control)[word < kSegmentWords ? word : word + kSegmentWords] =
-          __ldg(reinterpret_cast<const int*>(p.plan + worker) + word);
+          __ldg(reinterpret_cast<const int*>(p.plan + cluster) + word);
     __syncthreads();
     if (control.key == p.plan_key) return;
   }
@@ -129,7 +134,7 @@ __device__ __forceinline__ void begin_walk(const VerifyParams& p, const Requests
   if (threadIdx.x < 32) {
     Walk walk{};
     Segment segment{};
-    const bool more = first_segment(p, requests, worker, walk, segment);
+    const bool more = first_segment(p, requests, cluster, walk, segment);
     if (threadIdx.x == 0) {
       control.segments[0] = segment;
       control.walk = walk;
@@ -154,12 +159,12 @@ __global__ void __launch_bounds__(128) plan_kernel(const __grid_constant__ Verif
   const Requests<kRows, kTile> requests{p, table};
   requests.fill();
   __syncthreads();
-  const int worker = blockIdx.x * 4 + threadIdx.x / 32;
-  if (worker >= p.workers) return;
+  const int cluster = blockIdx.x * 4 + threadIdx.x / 32;
+  if (cluster >= p.workers) return;
   PlanEntry entry{};
-  entry.more = first_segment(p, requests, worker, entry.walk, entry.segment);
+  entry.more = first_segment(p, requests, cluster, entry.walk, entry.segment);
   entry.key = p.plan_key;
-  if (threadIdx.x % 32 == 0) plan[worker] = entry;
+  if (threadIdx.x % 32 == 0) plan[cluster] = entry;
 }
 
 // The segment after `segment`. Called by the first thread.

@@ -9,7 +9,8 @@
 namespace nwor {
 
 // A thread block has kRowGroups warpgroups, each with 8 * kRowTiles query rows of its own; all read the same tiles.
-template <int kD, int kRowTiles_, int kRowGroups_, int kKeyStages_, int kValueStages_, Kind kKind_>
+template <int kD, int kRowTiles_, int kRowGroups_, int kKeyStages_, int kValueStages_, Kind kKind_,
+          int kProbabilities_>
 struct WarpgroupShape {
   static constexpr int kHeadSize = kD;
   static constexpr int kTile = 64;
@@ -19,6 +20,7 @@ struct WarpgroupShape {
   static constexpr int kGroups = 1;
   static constexpr int kKeyStages = kKeyStages_;
   static constexpr int kValueStages = kValueStages_;
+  static constexpr int kProbabilities = kProbabilities_;  // tiles whose probabilities have room
   static constexpr Kind kKind = kKind_;
   static constexpr bool kFp8 = kKind == Kind::kFp8;
   static_assert(kD % 64 == 0 && kValueStages >= 2 && kKeyStages >= 2 && kKeyStages + 1 >= kValueStages);
@@ -30,9 +32,9 @@ struct WarpgroupShape {
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kQueryBytes = kRows * kD * 2;
   static constexpr int kRingBytes = (kKeyStages + kValueStages) * kTileBytes;
-  static constexpr int kProbabilityBytes = kRows * 128;  // of one tile; the next one's lie behind
+  static constexpr int kProbabilityBytes = kRows * 128;  // of one tile
   // Steps whose copies may be under way when a tile's values and the next one's keys are to be there.
-  static constexpr int kPending = (kKeyStages < kValueStages ? kKeyStages : kValueStages) - 2;
+  static constexpr int kPending = (kKeyStages < kValueStages ? kKeyStages : kValueStages) - kProbabilities;
   // Fewest tiles of a thread block that are worth another worker: about what joining the workers' parts costs.
   static constexpr int kMinTiles = kFp8 || kD == 64 ? 4 : kD == 128 ? 6 : 3;
 
@@ -59,7 +61,7 @@ struct WarpgroupShape {
   static constexpr int kRowsOffset = kStatsOffset + kStatGroups * kRows * 8;
   static constexpr int kOutputOffset = kRowsOffset + kRows * 8;
   static_assert(kOutputOffset + kRows * 8 <= kProbabilityOffset + kProbabilityBytes);
-  static constexpr int kFlagOffset = kProbabilityOffset + 2 * kProbabilityBytes;
+  static constexpr int kFlagOffset = kProbabilityOffset + kProbabilities * kProbabilityBytes;
   static constexpr int kControlOffset = kFlagOffset + 16;
   static constexpr int kTableOffset = kControlOffset + kControlBytes;
   static constexpr int kSharedBytes = kTableOffset + kTabledRequests * 8;

@@ -267,20 +267,32 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
               fmaxf(excess, fmaf(fmaxf(scores[j][c], scores[j][2 + c]), exponent_scale, state.minus_maximum[j][c]));
       bool exceeds = excess > kRescaleAbove, raise = step == 0;
       float sum[S::kRowTiles][2];
-#pragma unroll 1
-      do {
-        if (raise) {
-          wgmma_wait<0>();
-          raise_maxima<S>(exponent_scale, step == 0, scores, state, shared + parity);
-          exceeds = false;
-        }
-        store_probabilities<S>(store_to + parity, exponent_scale, scores, state, sum);
-        copy_async_wait<S::kPending>();
+      if constexpr (S::kProbabilities == 1) {
         wgmma_wait<0>();  // for the previous tile's values
+        operands.hold_values();
+        raise |= __syncthreads_or(exceeds) != 0;
+        queue.advance(p, segment, step, shared);
+        if (raise) raise_maxima<S>(exponent_scale, step == 0, scores, state, shared);
+        store_probabilities<S>(store_to, exponent_scale, scores, state, sum);
+        copy_async_wait<S::kPending>();
         fence_async_proxy();
-        raise = __syncthreads_or(exceeds) != 0;
-      } while (raise);
-      operands.hold_values();
+        __syncthreads();
+      } else {
+#pragma unroll 1
+        do {
+          if (raise) {
+            wgmma_wait<0>();
+            raise_maxima<S>(exponent_scale, step == 0, scores, state, shared + parity);
+            exceeds = false;
+          }
+          store_probabilities<S>(store_to + parity, exponent_scale, scores, state, sum);
+          copy_async_wait<S::kPending>();
+          wgmma_wait<0>();  // for the previous tile's values
+          fence_async_proxy();
+          raise = __syncthreads_or(exceeds) != 0;
+        } while (raise);
+        operands.hold_values();
+      }
 #pragma unroll
       for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
@@ -292,10 +304,10 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
       multiply_tile_values<S>(S::value_tile(shared, value_slot), probabilities + parity, p.is_e5m2, operands,
                               state.accumulator);
       wgmma_commit();
-      queue.advance(p, segment, step, shared);
+      if constexpr (S::kProbabilities == 2) queue.advance(p, segment, step, shared);
       key_slot = key_slot + 1 == S::kKeyStages ? 0 : key_slot + 1;
       value_slot = value_slot + 1 == S::kValueStages ? 0 : value_slot + 1;
-      parity = S::kProbabilityBytes - parity;
+      if constexpr (S::kProbabilities == 2) parity = S::kProbabilityBytes - parity;
       wgmma_wait<1>();  // the next tile's scores are there
       operands.hold_keys();
     }
@@ -348,9 +360,10 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
   extern __shared__ __align__(1024) char shared[];
   const Requests<S::kRows, S::kTile> requests{p, reinterpret_cast<int2*>(shared + S::kTableOffset)};
   Control& control = *reinterpret_cast<Control*>(shared + S::kControlOffset);
-  const int worker = blockIdx.x / p.cluster, rank = blockIdx.x % p.cluster;
-  begin_walk(p, requests, worker, control);
+  const int rank = blockIdx.x % p.cluster;
+  begin_walk(p, requests, blockIdx.x / p.cluster, control);
   if (!control.more) return;
+  const int worker = control.walk.worker;
 
   TileQueue<S> queue;
   const MergeSpace<S> space{shared};

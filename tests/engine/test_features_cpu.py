@@ -8,7 +8,6 @@ Tolerance: tokens none; log-probabilities 1e-4, since the kernels add up in diff
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from server import demo
+from tests import adapters, pipeline_runs
 from tests.engine import engines
 from tests.engine.runner import V2
 
@@ -152,37 +150,14 @@ def test_preemption(make_engine: Callable[..., Any]) -> None:
     encode = llm.get_tokenizer().encode
     prompts = [{"prompt_token_ids": encode(prompt * 8)[:120]} for prompt in PROMPTS]
 
-    def preemptions() -> int:
-        return next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
-
     def run() -> list[tuple[int, ...]]:
-        before = preemptions()
+        before = pipeline_runs.counter(llm, "vllm:num_preemptions")
         outputs = generate(llm, prompts)
-        assert preemptions() > before
+        assert pipeline_runs.counter(llm, "vllm:num_preemptions") > before
         return tokens(outputs)
 
     results = in_each_mode(llm, run)
     assert results["stage"] == results["off"] == results["cow"]
-
-
-def _write_adapter(folder: Path, rank: int = 8) -> str:
-    """Write a LoRA adapter with random weights for every layer's query and value projection."""
-    model = json.loads((Path(demo.model_path()) / "config.json").read_text(encoding="utf-8"))
-    hidden, heads = model["hidden_size"], model["num_attention_heads"]
-    head = model.get("head_dim") or hidden // heads
-    sizes = {"q_proj": heads * head, "v_proj": model["num_key_value_heads"] * head}
-    source = torch.Generator().manual_seed(5)
-    weights = {}
-    for layer in range(model["num_hidden_layers"]):
-        for name, size in sizes.items():
-            path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{path}.lora_A.weight"] = torch.randn(rank, hidden, generator=source) * 0.2
-            weights[f"{path}.lora_B.weight"] = torch.randn(size, rank, generator=source) * 0.2
-    folder.mkdir()
-    save_file(weights, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(sizes)}
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}), encoding="utf-8")
-    return str(folder)
 
 
 def compare_by_ngrams(adapter: str | None) -> None:
@@ -270,7 +245,7 @@ def test_drafts_by_ngrams(tmp_path: Path, with_lora: bool) -> None:
         pytest.skip(
             "stock vLLM fails in runner V2 on a CPU, where a request with an adapter has several rows"
         )
-    adapter = _write_adapter(tmp_path / "adapter") if with_lora else None
+    adapter = adapters.write(tmp_path / "adapter") if with_lora else None
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(compare_by_ngrams, adapter).result(timeout=300)
 

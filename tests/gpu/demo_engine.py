@@ -71,3 +71,11 @@ def start(name: str, nwor: dict[str, Any], drafts: int = 4, **settings: Any) -> 
 def runner(llm: Any) -> Any:
     """Return the model runner of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def stage_graphs(llm: Any) -> Any:
+    """Return the set of full graphs for ``stage`` of an engine in this process."""
+    model_runner = runner(llm)
+    if type(model_runner).__name__.endswith("V1"):
+        return model_runner._nwor_graphs.stage
+    return model_runner.cudagraph_manager.stage

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,14 @@ def test_no_slot_of_a_rejected_token_changes(engine: Any) -> None:
     assert seen["accepted"] > 20
 
 
-def test_the_most_memory_in_use_is_that_of_off(engine: Any) -> None:
+def test_the_most_memory_in_use_is_that_of_off(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # FlashAttention splits long contexts sooner where a batch has fewer rows, as the rows beside windows are,
+    # and then keeps partial results in float32: memory of its own that is not what is asked here.
+    from nwor.engine import attention_flash
+
+    rest_of = attention_flash.rest_of
+    monkeypatch.setattr(attention_flash, "rest_of", lambda *of: replace(rest_of(*of), max_num_splits=1))
+
     def peak(mode: str) -> float:
         _run(engine, mode)
         engine.collective_rpc("peaks_start", args=(FEW_ROWS,))
