@@ -74,11 +74,13 @@ cudaError_t launch_verify_attention(VerifyParams params, int head_size, int max_
       verify_workspace_bytes(num_sms, params.num_heads, params.num_kv_heads, head_size, max_query_len))
     return cudaErrorInvalidValue;
   params.block = Divisor(params.block_size);
+  // Copies of whole tiles take strides of 32 bits; what has others goes the slower way.
   const int element = params.is_fp8 ? 1 : 2;
-  const auto narrow = [&](int64_t stride) { return stride * element <= std::numeric_limits<uint32_t>::max(); };
-  params.whole_tiles = params.block_size % kTileTokens == 0 && narrow(params.key_cache_block) &&
-                       narrow(params.key_cache_token) && narrow(params.value_cache_block) &&
-                       narrow(params.value_cache_token);
+  const auto narrow = [](int64_t bytes) { return bytes <= std::numeric_limits<uint32_t>::max(); };
+  params.whole_tiles = params.block_size % kTileTokens == 0 && narrow(params.key_cache_block * element) &&
+                       narrow(params.key_cache_token * element) && narrow(params.value_cache_block * element) &&
+                       narrow(params.value_cache_token * element);
+  params.aligned = params.aligned && narrow(params.key_token * 2) && narrow(params.value_token * 2);
   params.key_block_bytes = static_cast<uint32_t>(params.key_cache_block * element);
   params.key_token_bytes = static_cast<uint32_t>(params.key_cache_token * element);
   params.value_block_bytes = static_cast<uint32_t>(params.value_cache_block * element);

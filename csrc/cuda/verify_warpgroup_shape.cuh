@@ -24,6 +24,7 @@ struct WarpgroupShape {
   static constexpr Kind kKind = kKind_;
   static constexpr bool kFp8 = kKind == Kind::kFp8;
   static_assert(kD % 64 == 0 && kValueStages >= 2 && kKeyStages >= 2 && kKeyStages + 1 >= kValueStages);
+  static_assert(kProbabilities == 1 || kProbabilities == 2);
 
   static constexpr int kThreads = 128 * kRowGroups;
   static constexpr int kRows = 8 * kRowTiles * kRowGroups;

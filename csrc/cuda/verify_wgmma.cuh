@@ -99,8 +99,8 @@ __device__ __forceinline__ void convert_values(uint32_t tile, uint32_t (&fragmen
   }
 }
 
-// The first operands of a tile's products: descriptors where the cache has 16 bits, otherwise what a warp converted, to
-// be held until the products are done.
+// The first operands of a tile's products where they are in registers: what a warp converted of an fp8 cache's tile. To
+// be held until the products are done. A 16-bit cache's tiles are read where they lie.
 template <class S>
 struct TileOperands {
   uint32_t keys[S::kFp8 ? S::kHeadSize / 16 : 1][4];
@@ -197,9 +197,10 @@ __device__ __forceinline__ void store_probabilities(uint32_t to, float scale, co
 }
 
 // The tiles of a segment whose first ones are on their way. A tile's values are multiplied while the next one's scores
-// become probabilities; one barrier a tile says that probabilities and tiles are there, that what was multiplied may be
-// overwritten, and whether a score asks for higher maxima. Where one does, which is seldom, the probabilities are
-// computed once more.
+// are computed. Where two tiles' probabilities have room, also while those become probabilities: one barrier a tile says
+// that probabilities and tiles are there, that what was multiplied may be overwritten, and whether a score asks for higher
+// maxima. Where one does, which is seldom, the probabilities are computed once more. With room for one tile's, the
+// barrier that says the last two comes first, and another when the probabilities are there.
 template <class S>
 __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segment& segment, TileQueue<S>& queue,
                                                WarpgroupState<S>& state, char* shared) {
