@@ -19,7 +19,8 @@ struct LaunchRequest {
   cudaStream_t stream;
 };
 
-// Rows of a partial result that the workspace has room for. A thread block keeps up to 32 more than the window has.
+// Rows of a partial result that the workspace has room for, where kMaxBlocksPerSm thread blocks share a multiprocessor;
+// fewer may keep more each.
 inline int workspace_rows(int window_rows) { return std::min((window_rows + 7) / 8 * 8 + 32, kMaxRows); }
 
 // Tells plans apart that were made for other launches.
@@ -108,7 +109,6 @@ cudaError_t launch(const LaunchRequest& request) {
   static std::once_flag once[kDevices];
   static Residency known[kDevices];
   if (request.device < 0 || request.device >= kDevices) return cudaErrorInvalidDevice;
-  if (S::kRows > workspace_rows(request.rows)) return cudaErrorInvalidConfiguration;
   std::call_once(once[request.device], [&] { known[request.device] = find_residency<S, kBlocksPerSm>(request); });
   const Residency& residency = known[request.device];
   if (residency.status != cudaSuccess) return residency.status;
@@ -127,6 +127,8 @@ cudaError_t launch(const LaunchRequest& request) {
     return cudaGetLastError();
   }
   const int blocks = p.workers * p.cluster;
+  if (int64_t{blocks} * S::kRows > int64_t{request.num_sms} * kMaxBlocksPerSm * workspace_rows(request.rows))
+    return cudaErrorInvalidConfiguration;
   p.partial_output = reinterpret_cast<float*>(p.partial_stats + 2 * static_cast<int64_t>(blocks) * S::kRows);
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config =
