@@ -6,7 +6,8 @@
 
 namespace nwor {
 
-// Window K/V come from `key`/`value`, the context from the paged cache; the window's slots are never read.
+// Window K/V come from `key`/`value`, the context from the paged cache; the window's slots are never read. `q_scale` is
+// that of a query in e4m3.
 inline constexpr const char* kVerifyAttention =
     "verify_attention("
     "Tensor query, Tensor key, Tensor value, "
@@ -15,14 +16,16 @@ inline constexpr const char* kVerifyAttention =
     "Tensor(a!) output, Tensor(b!) workspace, Tensor(c!)? lse, "
     "float scale, int max_query_len, str kv_cache_dtype, "
     "Tensor? k_scale, Tensor? v_scale, "
-    "int sliding_window, float softcap, Tensor? sinks, Tensor? ancestor_mask, Tensor? plan=None) -> ()";
+    "int sliding_window, float softcap, Tensor? sinks, Tensor? ancestor_mask, Tensor? plan=None, "
+    "Tensor? q_scale=None) -> ()";
 
 // What verify_attention finds out from the lengths, once for all layers that share them.
 inline constexpr const char* kPlanVerifyAttention =
     "plan_verify_attention("
     "Tensor query_start_loc, Tensor seq_lens, Tensor(a!) plan, "
     "int num_heads, int num_kv_heads, int head_size, int max_query_len, "
-    "ScalarType source_dtype, str kv_cache_dtype, int sliding_window) -> ()";
+    "ScalarType source_dtype, str kv_cache_dtype, int sliding_window, "
+    "bool quantized_query=False) -> ()";
 
 // `layer_table` holds addresses (layer_table.h); `caches` are the tensors those addresses lie in. With `rejected` the
 // commit counts say how many of a window's last tokens are left out, instead of how many of its first are kept.

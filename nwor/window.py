@@ -19,6 +19,7 @@ from nwor.group import LayerGroupOps, Source
 from nwor.layers import LayerGroup, StagedLayer, group_layers
 from nwor.modes import Mode
 from nwor.ops import PreparedCommit
+from nwor.window_batch import CapturedSources, HeldBatch, WindowBatch
 
 __all__ = [
     "CapturedSources",
@@ -33,72 +34,19 @@ __all__ = [
 #: Batches of captured graphs whose commits are kept prepared.
 _MOST_PREPARED = 512
 
-
-@dataclass(frozen=True)
-class WindowBatch:
-    """The windows of one step.
-
-    Attributes:
-        mode: ``stage`` or ``cow``.
-        num_requests: requests in the batch.
-        num_tokens: rows of the step's tensors that belong to them; the first ones.
-        query_start_loc: int32 [num_requests + 1] on the device; the first row of each window.
-        slots: by slot key, int64 [num_tokens]: the cache slot of each row, negative to skip.
-        early: likewise, for rows that are written as the layers run, before they attend; none where None.
-        copy: whether each layer's rows are copied aside as they are staged (``stage``). A slice keeps all of
-            the step's tensor alive, which may have many more rows than the windows.
-
-    """
-
-    mode: Mode
-    num_requests: int
-    num_tokens: int
-    query_start_loc: torch.Tensor
-    slots: Mapping[int, torch.Tensor]
-    early: Mapping[int, torch.Tensor] | None = None
-    copy: bool = False
-
-
-@dataclass(frozen=True)
-class CapturedSources:
-    """Where a captured graph leaves the keys and values of a window at each replay.
-
-    Attributes:
-        sources: by layer name; tensors that do not own their memory, the graph's pool does.
-        tables: one layer table a group, in the order of the groups.
-
-    """
-
-    sources: Mapping[str, Source]
-    tables: tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class HeldBatch:
-    """A batch on its way to a commit, with all that the commit needs; kept alive by who holds it.
-
-    Attributes:
-        batch: the windows.
-        sources: keys and values by layer name; none in mode ``cow``.
-        tables: one layer table of the sources a group, in the order of the groups; none in mode ``cow``.
-        logs: one log of old bytes a group, in the order of the groups; none in mode ``stage``.
-
-    """
-
-    batch: WindowBatch
-    sources: Mapping[str, Source]
-    tables: tuple[torch.Tensor, ...]
-    logs: tuple[torch.Tensor, ...]
-
-    def with_slots(self, slots: Mapping[int, torch.Tensor]) -> HeldBatch:
-        """Return the same batch with other slots."""
-        return replace(self, batch=replace(self.batch, slots=slots))
+#: A batch, the tables of the graph that it ran in, and the commits of the two.
+_Commits = tuple[WindowBatch, tuple[torch.Tensor, ...], list[PreparedCommit]]
 
 
 class _State(Enum):
     IDLE = "idle"
     OPEN = "open"
     DIRECT = "direct"
+
+
+# A member found through its class costs ten times as much as a name, and a step needs several.
+_IDLE, _OPEN, _DIRECT = _State
+_STAGE = Mode.STAGE
 
 
 @dataclass
@@ -121,7 +69,7 @@ class Window:
     staging: bool = False
     finished_direct: bool = False
     planned: set[object] = field(default_factory=set)
-    _state: _State = _State.IDLE
+    _state: _State = _IDLE
     _sources: Mapping[str, Source] = field(default_factory=dict)
     _tables: tuple[torch.Tensor, ...] = ()
     _logs: list[torch.Tensor] = field(default_factory=list)
@@ -132,7 +80,8 @@ class Window:
         self._layers = {layer.name: (group, layer) for group in self.groups for layer in group.layers}
         self._ops = [LayerGroupOps(group.layers) for group in self.groups]
         # By a batch's identity, which holds as long as the batch stands here itself.
-        self._prepared: dict[int, tuple[WindowBatch, tuple[torch.Tensor, ...], list[PreparedCommit]]] = {}
+        self._prepared: dict[int, _Commits] = {}
+        self._latest: _Commits | None = None
 
     @property
     def layer_names(self) -> frozenset[str]:
@@ -148,12 +97,13 @@ class Window:
             WindowStateError: if the batch before it was neither committed nor aborted.
 
         """
-        if self._state is not _State.IDLE:
+        if self._state is not _IDLE:
             raise WindowStateError("begin: the window batch before was neither committed nor aborted")
         self.batch = batch
-        self.planned.clear()
-        self._state = _State.OPEN
-        self.staging = batch.mode is Mode.STAGE
+        if self.planned:
+            self.planned.clear()
+        self._state = _OPEN
+        self.staging = batch.mode is _STAGE
         if batch.copy and self.staging:
             self._aside = self._room(batch)
         if not self.staging:
@@ -243,11 +193,18 @@ class Window:
             WindowStateError: if no batch is open, or a layer was never staged.
 
         """
-        batch = self._require_open("commit")
+        batch = self.batch
+        if batch is None:
+            raise self._not_open("commit")
         if self.staging:
-            for prepared in self._commits_of(batch):
+            latest = self._latest  # a decode runs the same graph step after step
+            if latest is None or latest[0] is not batch or latest[1] is not self._tables:
+                commits = self._commits_of(batch)
+            else:
+                commits = latest[2]
+            for prepared in commits:
                 prepared(rejected)
-        elif self._state is _State.OPEN:
+        elif self._state is _OPEN:
             self.finish(self._held(batch), rejected)
         self._close()
 
@@ -261,6 +218,7 @@ class Window:
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
             known = self._prepared[id(batch)] = (batch, tables, self._prepare(batch, tables))
+        self._latest = known
         return known[2]
 
     def _prepare(self, batch: WindowBatch, tables: Sequence[torch.Tensor]) -> list[PreparedCommit]:
@@ -283,9 +241,9 @@ class Window:
 
         """
         batch = self._require_open("release")
-        if self._state is _State.DIRECT:
+        if self._state is _DIRECT:
             raise WindowStateError("release: the batch was finished by direct writes")
-        if copy and batch.mode is Mode.STAGE and not batch.copy:
+        if copy and batch.mode is _STAGE and not batch.copy:
             # The graph's own tables name the memory that the copies are to replace.
             self._sources, self._tables = self._copies(batch), ()
         held = self._held(batch)
@@ -306,7 +264,7 @@ class Window:
 
         """
         batch = held.batch
-        if batch.mode is Mode.STAGE:
+        if batch.mode is _STAGE:
             for prepared in self._prepare(batch, held.tables):
                 prepared(rejected)
         else:
@@ -319,7 +277,7 @@ class Window:
 
     def _held(self, batch: WindowBatch) -> HeldBatch:
         tables: tuple[torch.Tensor, ...] = ()
-        if batch.mode is Mode.STAGE:
+        if batch.mode is _STAGE:
             tables = self._tables or self._tables_of(self._sources)
         return HeldBatch(batch, dict(self._sources), tables, tuple(self._logs))
 
@@ -364,9 +322,9 @@ class Window:
 
         """
         batch = self._require_open("finish_direct")
-        if self._state is _State.DIRECT:
+        if self._state is _DIRECT:
             return
-        self._state = _State.DIRECT
+        self._state = _DIRECT
         self.staging, self.finished_direct = False, True
         sources, self._sources = self._sources, {}
         self._write(sources, batch)
@@ -389,12 +347,15 @@ class Window:
 
     def _require_open(self, what: str) -> WindowBatch:
         if self.batch is None:
-            raise WindowStateError(f"{what}: no window batch is open")
+            raise self._not_open(what)
         return self.batch
+
+    def _not_open(self, what: str) -> WindowStateError:
+        return WindowStateError(f"{what}: no window batch is open")
 
     def _close(self) -> None:
         self.batch = None
-        self._state = _State.IDLE
+        self._state = _IDLE
         self.staging = self.finished_direct = False
         self._sources = {}
         self._tables = ()

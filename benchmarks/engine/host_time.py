@@ -5,7 +5,8 @@ Two passes over the same batch. ``runner`` times the model runner's two calls of
 for the device (the wait for a step's results is in the output object's `get_output`, which is outside). What
 the driver does inside a launch is not ours to see, so the second pass, ``hooks``, leaves vLLM's own part
 out: it times NWOR's overrides and takes off the time of the stock methods that they call, the wait in
-`get_output` included, as well as what the timing itself costs.
+`get_output` included, as well as what the timing itself costs. That is measured in the same steps, at methods
+that NWOR does not override: in an engine the timing takes longer than in a loop.
 """
 
 from __future__ import annotations
@@ -64,19 +65,25 @@ def summarize(seen: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, fl
     """Return medians over the steps that count, by mode.
 
     Args:
-        seen: by "mode/turn", ``seconds`` of each step and when it ``ends``, as the worker gathered them.
+        seen: by "mode/turn", ``seconds`` of each step, those of the ``timing`` among them, and when it
+            ``ends``, as the worker gathered them.
 
     Returns:
-        By mode, in microseconds: ``median`` and the quartiles ``low`` and ``high`` of the host time, and
-        ``step``, the median time from one step to the next; and ``steps``, how many counted.
+        By mode, in microseconds: ``median`` and the quartiles ``low`` and ``high`` of the host time, without
+        the timing's; ``timing``, the median of that; ``step``, the median time from one step to the next; and
+        ``steps``, how many counted.
 
     """
     host: dict[str, list[float]] = {}
+    timing: dict[str, list[float]] = {}
     between: dict[str, list[float]] = {}
     for label, values in seen.items():
         mode = label.split("/")[0]
         ends = values["ends"][SKIPPED:]
-        host.setdefault(mode, []).extend(values["seconds"][SKIPPED:])
+        own = values["timing"][SKIPPED:]
+        net = [whole - part for whole, part in zip(values["seconds"][SKIPPED:], own, strict=True)]
+        host.setdefault(mode, []).extend(net)
+        timing.setdefault(mode, []).extend(own)
         between.setdefault(mode, []).extend(b - a for a, b in itertools.pairwise(ends))
     result = {}
     for mode, seconds in host.items():
@@ -85,6 +92,7 @@ def summarize(seen: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, fl
             "median": statistics.median(seconds) * 1e6,
             "low": low * 1e6,
             "high": high * 1e6,
+            "timing": statistics.median(timing[mode]) * 1e6,
             "step": statistics.median(between[mode]) * 1e6,
             "steps": len(seconds),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from stopwatch import Stopwatch, overhead_seconds
+from stopwatch import Stopwatch
 
 
 class WorkerTools:
@@ -35,7 +35,7 @@ class WorkerTools:
 
     def bench_watch_runner(self) -> None:
         """Time the model runner's two calls of a step as wholes, from now on."""
-        watch = self._bench_watch = Stopwatch(0.0)
+        watch = self._bench_watch = Stopwatch()
         runner = type(self.model_runner)
         watch.attach(runner, "execute_model")
         watch.attach(runner, "sample_tokens", ends_step=True)
@@ -44,10 +44,13 @@ class WorkerTools:
         """Time what NWOR adds to the model runner, without what it calls of vLLM's own, from now on."""
         from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
-        watch = self._bench_watch = Stopwatch(overhead_seconds())
+        watch = self._bench_watch = Stopwatch()
         runner = type(self.model_runner)
-        for name in ("execute_model", "prepare_attn", "sample_tokens", "postprocess_sampled"):
+        for name in ("execute_model", "finish_requests", "prepare_attn", "sample_tokens"):
             watch.attach(runner, name, stock=True)
+        watch.attach(runner, "postprocess_sampled", stock=True)
+        for name in ("update_requests", "prepare_inputs", "sample"):
+            watch.attach_control(runner, name)
         watch.attach(type(self.model_runner.cudagraph_manager), "run_fullgraph", stock=True)
         # What runs once a step's results have come hangs on the output object itself.
         watch.attach_stock(AsyncOutput, "get_output")
@@ -58,9 +61,14 @@ class WorkerTools:
         self._bench_watch.label = label
 
     def bench_watch_stop(self) -> dict[str, dict[str, list[float]]]:
-        """Stop timing and return, by label, seconds of each step and when it ended."""
+        """Stop timing and return, by label, seconds of each step, those of the timing, and when it ended."""
         watch = self._bench_watch
         watch.detach()
         return {
-            label: {"seconds": watch.seconds[label], "ends": watch.ends[label]} for label in watch.seconds
+            label: {
+                "seconds": watch.seconds[label],
+                "timing": watch.timing[label],
+                "ends": watch.ends[label],
+            }
+            for label in watch.seconds
         }

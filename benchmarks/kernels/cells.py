@@ -58,7 +58,8 @@ class Cell:
     def least_bytes(self) -> int:
         """Bytes that one layer's attention must move: context, window, queries and output, each once."""
         query_heads, kv_heads, head_size = self.heads
-        return self.cache_bytes_read + self.tokens * head_size * 2 * (2 * query_heads + 2 * kv_heads)
+        numbers = query_heads * (1 if self.fp8 else 2) + 2 * query_heads + 2 * 2 * kv_heads
+        return self.cache_bytes_read + self.tokens * head_size * numbers
 
     @property
     def flops(self) -> int:

@@ -89,14 +89,15 @@ class Attention {
         k_scale_(p.k_scale ? p.k_scale[p.k_scale_per_head ? item.kv_head : 0] : 1.0f),
         v_scale_(p.v_scale ? p.v_scale[p.v_scale_per_head ? item.kv_head : 0] : 1.0f),
         scratch_(base, padded_) {
+    const float scale = p.q_scale ? p.scale * p.q_scale[p.q_scale_per_head ? item.kv_head : 0] : p.scale;
     for (int64_t r = 0; r < item.rows; ++r) {
       scratch_.maximum[r] = -kInfinity;
       scratch_.sum[r] = 0.0f;
       float* row = scratch_.accumulator + r * padded_;
       for (int64_t d = 0; d < padded_; ++d) row[d] = 0.0f;
-      const void* query = advance(p.query.base, token(r) * p.query.token + head(r) * p.query.head, p.format);
-      with_format(p.format, [&]<Format format>() {
-        load_run<format>(scratch_.query + r * padded_, query, p.head_size, 1, p.scale);
+      const void* query = advance(p.query.base, token(r) * p.query.token + head(r) * p.query.head, p.query_format);
+      with_format(p.query_format, [&]<Format format>() {
+        load_run<format>(scratch_.query + r * padded_, query, p.head_size, 1, scale);
       });
       find_visible(r);
     }

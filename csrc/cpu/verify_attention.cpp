@@ -26,6 +26,19 @@ Paged paged_of(const Tensor& t) {
   return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
 }
 
+// The format of the query: that of the keys, or e4m3 where the caches are fp8.
+Format query_format(const Tensor& query, const Tensor& key, Format cache) {
+  const ScalarType dtype = query.scalar_type(), source = key.scalar_type();
+  if (dtype != ScalarType::Float8_e4m3fn) {
+    const Format format = source_format(dtype, "query");
+    check_dtype(key, "key", dtype);
+    return format;
+  }
+  STD_TORCH_CHECK(is_fp8(cache), "query: dtype is ", torch::headeronly::toString(dtype), ", wanted ",
+                  torch::headeronly::toString(source), " beside a cache that is not fp8");
+  return Format::kFp8E4M3;
+}
+
 // Lengths and block numbers of a CPU tensor can be looked at for free, so a wrong one is an error and not a crash.
 void check_lengths(const VerifyParams& p, int64_t batch, int64_t tokens, int64_t max_query_len, int64_t max_blocks,
                    int64_t num_blocks) {
@@ -57,12 +70,13 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
                       std::optional<Tensor> lse, double scale, int64_t max_query_len, std::string kv_cache_dtype,
                       std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, int64_t sliding_window,
                       double softcap, std::optional<Tensor> sinks, std::optional<Tensor> ancestor_mask,
-                      std::optional<Tensor> /*plan*/) {
+                      std::optional<Tensor> /*plan*/, std::optional<Tensor> q_scale) {
   check_dim(query, "query", 3);
   const int64_t tokens = query.size(0), heads = query.size(1), head_size = query.size(2);
   VerifyParams p{};
-  p.format = source_format(query.scalar_type(), "query");
+  p.format = source_format(key.scalar_type(), "key");
   p.cache_format = cache_format(kv_cache_dtype, p.format);
+  p.query_format = query_format(query, key, p.cache_format);
   check_last_contiguous(query, "query");
   check_dim(key, "key", 3);
   const int64_t kv_heads = key.size(1);
@@ -75,7 +89,7 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
   } rows[] = {{key, "key", kv_heads}, {value, "value", kv_heads}, {output, "output", heads}};
   for (const auto& [tensor, name, count] : rows) {
     check_dim(tensor, name, 3);
-    check_dtype(tensor, name, query.scalar_type());
+    check_dtype(tensor, name, key.scalar_type());
     check_device(tensor, name, query);
     check_size(tensor, name, 0, tokens);
     check_size(tensor, name, 1, count);
@@ -144,6 +158,12 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
     p.v_scale_per_head = check_scale(*v_scale, "v_scale", kv_heads, query);
     p.v_scale = v_scale->const_data_ptr<float>();
   }
+  if (q_scale) {
+    STD_TORCH_CHECK(is_fp8(p.query_format), "q_scale: is given, wanted none: only a query in float8_e4m3fn has scales, "
+                    "and this one's dtype is ", torch::headeronly::toString(query.scalar_type()));
+    p.q_scale_per_head = check_scale(*q_scale, "q_scale", kv_heads, query);
+    p.q_scale = q_scale->const_data_ptr<float>();
+  }
   if (sinks) {
     p.sinks_format = source_format(sinks->scalar_type(), "sinks");
     check_vector(*sinks, "sinks", sinks->scalar_type(), heads, query, true);
@@ -192,7 +212,8 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
 // The CPU plans in each call: it reads the lengths for its checks anyway, and planning is no part of its time.
 void plan_verify_attention(Tensor query_start_loc, Tensor seq_lens, Tensor /*plan*/, int64_t /*num_heads*/,
                            int64_t /*num_kv_heads*/, int64_t /*head_size*/, int64_t /*max_query_len*/,
-                           ScalarType /*source_dtype*/, std::string /*kv_cache_dtype*/, int64_t /*sliding_window*/) {
+                           ScalarType /*source_dtype*/, std::string /*kv_cache_dtype*/, int64_t /*sliding_window*/,
+                           bool /*quantized_query*/) {
   check_vector(query_start_loc, "query_start_loc", ScalarType::Int, 1, query_start_loc);
   check_vector(seq_lens, "seq_lens", ScalarType::Int, query_start_loc.size(0) - 1, query_start_loc);
 }

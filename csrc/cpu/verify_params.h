@@ -49,12 +49,14 @@ struct VerifyParams {
   int64_t lse_head, lse_token;
   const float* k_scale;             // null, or 1 or Hk numbers
   const float* v_scale;
-  bool k_scale_per_head, v_scale_per_head;
+  const float* q_scale;             // of a query in e4m3
+  bool k_scale_per_head, v_scale_per_head, q_scale_per_head;
   const void* sinks;                // [Hq] or null
   Format sinks_format;
   const int64_t* ancestor_mask;     // [T] or null
   int64_t num_heads, num_kv_heads, head_size, block_size;
-  Format format;                    // of query, key, value and output
+  Format format;                    // of key, value and output
+  Format query_format;              // the same, or e4m3 beside fp8 caches
   Format cache_format;
   float scale, softcap;
   int64_t sliding_window;           // -1: none

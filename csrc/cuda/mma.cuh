@@ -8,8 +8,9 @@
 
 namespace nwor {
 
-// What the tensor cores multiply. An fp8 cache is multiplied as fp16: both fp8 formats fit into it exactly.
-enum class Kind { kBf16, kFp16, kFp8 };
+// What the tensor cores multiply. An fp8 cache is multiplied as fp16: both fp8 formats fit into it exactly. kFp8Query:
+// the query is fp8 as well, and scores are products of fp8 numbers.
+enum class Kind { kBf16, kFp16, kFp8, kFp8Query };
 
 // The same number, of which the compiler knows nothing: what is computed from it in a seldom branch of a loop is not
 // moved in front of the loop, where it would occupy registers.

@@ -25,6 +25,17 @@ cudaError_t launch_wgmma<Kind::kFp8>(LaunchRequest request) {
                               Choice<WarpgroupShape<256, 5, 2, 4, 4, kKind, 1>, 1>>(request);
 }
 
+template <>
+cudaError_t launch_wgmma<Kind::kFp8Query>(LaunchRequest request) {
+  constexpr Kind kKind = Kind::kFp8Query;
+  request.rows = std::min(request.rows, 80);
+  return launch_first_fitting<Choice<WarpgroupShape<256, 1, 1, 3, 3, kKind, 2>, 2>,
+                              Choice<WarpgroupShape<256, 2, 1, 3, 3, kKind, 2>, 2>,
+                              Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind, 1>, 2>,
+                              Choice<WarpgroupShape<256, 3, 2, 5, 6, kKind, 2>, 1>,
+                              Choice<WarpgroupShape<256, 5, 2, 4, 4, kKind, 2>, 1>>(request);
+}
+
 template <Kind kKind>
 cudaError_t launch_16bit(LaunchRequest request) {
   request.rows = std::min(request.rows, 72);
@@ -50,8 +61,10 @@ cudaError_t launch_fp8(LaunchRequest request) {
 }  // namespace
 
 cudaError_t launch_head256(const LaunchRequest& request) {
-  if (request.params.is_fp8)
+  if (request.params.is_fp8) {
+    if (request.has_wgmma && request.params.fp8_query) return launch_wgmma<Kind::kFp8Query>(request);
     return request.has_wgmma && request.rows > 16 ? launch_wgmma<Kind::kFp8>(request) : launch_fp8(request);
+  }
   if (request.has_wgmma)
     return request.params.is_bf16 ? launch_wgmma<Kind::kBf16>(request) : launch_wgmma<Kind::kFp16>(request);
   return request.params.is_bf16 ? launch_16bit<Kind::kBf16>(request) : launch_16bit<Kind::kFp16>(request);

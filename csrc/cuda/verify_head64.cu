@@ -24,6 +24,15 @@ cudaError_t launch_wgmma<Kind::kFp8>(LaunchRequest request) {
                               Choice<WarpgroupShape<64, 9, 1, 4, 4, kKind, 1>, 2>>(request);
 }
 
+template <>
+cudaError_t launch_wgmma<Kind::kFp8Query>(LaunchRequest request) {
+  constexpr Kind kKind = Kind::kFp8Query;
+  request.rows = std::min(request.rows, 72);
+  return launch_first_fitting<Choice<WarpgroupShape<64, 3, 1, 4, 4, kKind, 1>, 4>,
+                              Choice<WarpgroupShape<64, 5, 1, 4, 4, kKind, 1>, 3>,
+                              Choice<WarpgroupShape<64, 9, 1, 4, 4, kKind, 1>, 2>>(request);
+}
+
 template <Kind kKind>
 cudaError_t launch_16bit(LaunchRequest request) {
   request.rows = std::min(request.rows, 80);
@@ -53,8 +62,10 @@ bool wgmma_for_fp8(const LaunchRequest& request) {
 }  // namespace
 
 cudaError_t launch_head64(const LaunchRequest& request) {
-  if (request.params.is_fp8)
-    return wgmma_for_fp8(request) ? launch_wgmma<Kind::kFp8>(request) : launch_fp8(request);
+  if (request.params.is_fp8) {
+    if (!wgmma_for_fp8(request)) return launch_fp8(request);
+    return request.params.fp8_query ? launch_wgmma<Kind::kFp8Query>(request) : launch_wgmma<Kind::kFp8>(request);
+  }
   if (request.has_wgmma && (request.rows > 24 || few_units(request)))
     return request.params.is_bf16 ? launch_wgmma<Kind::kBf16>(request) : launch_wgmma<Kind::kFp16>(request);
   return request.params.is_bf16 ? launch_16bit<Kind::kBf16>(request) : launch_16bit<Kind::kFp16>(request);

@@ -153,18 +153,37 @@ __device__ __forceinline__ void mask_scores(const VerifyParams& p, const Segment
     }
 }
 
+// Scores as they are after soft capping, of which exponent_scale (base 2) or logit_scale still makes logits:
+// softcap * tanh(logit / softcap).
+template <int kRowTiles>
+__device__ __forceinline__ void soft_cap(float softcap, float logit_scale, float exponent_scale,
+                                         float (&scores)[kRowTiles][4]) {
+  const float inner = __fdividef(2.f * exponent_scale, softcap), outer = __fdividef(softcap, logit_scale);
+#pragma unroll
+  for (int j = 0; j < kRowTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) scores[j][e] = outer * (1.f - __fdividef(2.f, exp2_fast(scores[j][e] * inner) + 1.f));
+}
+
+// By how many powers of two this lane's highest score exceeds its row's running maximum.
+template <int kRowTiles>
+__device__ __forceinline__ float highest_excess(float scale, const float (&scores)[kRowTiles][4],
+                                                const float (&minus_maximum)[kRowTiles][2]) {
+  float excess = -INFINITY;
+#pragma unroll
+  for (int j = 0; j < kRowTiles; ++j)
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      excess = fmaxf(excess, fmaf(fmaxf(scores[j][c], scores[j][2 + c]), scale, minus_maximum[j][c]));
+  return excess;
+}
+
 // Scores to probabilities relative to the running maximum. The maximum is moved, and what has been added up
 // rescaled, only where a score exceeds it by more than kRescaleAbove.
 template <class S>
 __device__ __forceinline__ void softmax_step(float scale, bool first, float (&scores)[S::kRowTiles][4],
                                              WarpState<S>& state) {
-  float excess = -INFINITY;
-#pragma unroll
-  for (int j = 0; j < S::kRowTiles; ++j)
-#pragma unroll
-    for (int c = 0; c < 2; ++c)
-      excess = fmaxf(excess, fmaf(fmaxf(scores[j][c], scores[j][2 + c]), scale, state.minus_maximum[j][c]));
-  if (__any_sync(0xffffffffu, excess > kRescaleAbove)) {
+  if (__any_sync(0xffffffffu, highest_excess(scale, scores, state.minus_maximum) > kRescaleAbove)) {
     float shrink[S::kRowTiles][2];
 #pragma unroll
     for (int j = 0; j < S::kRowTiles; ++j)
@@ -219,8 +238,7 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
   const RequestWork& work = segment.work;
   const int warp_row = stream.row();
   const uint32_t query = smem_address(shared) + warp_row * S::kQueryRowBytes;
-  const float k_scale = S::kFp8 ? head_scale(p.k_scale, p.k_scale_count, segment.head) : 1.f;
-  const float logit_scale = p.scale * k_scale;
+  const float logit_scale = p.scale * logit_descale<S>(p, segment.head);
   const float exponent_scale = logit_scale * kLog2e;
   // Context tokens before this one are outside some row's sliding window.
   const int masked_before = p.sliding_window > 0 ? work.context + work.window - p.sliding_window : 0;
@@ -266,14 +284,7 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
     } else {
       multiply_keys<S, false>(stage, query, scores);
     }
-    if (p.softcap != 0.f) {
-      const float inner = 2.f * exponent_scale / p.softcap, outer = p.softcap / logit_scale;
-#pragma unroll
-      for (int j = 0; j < S::kRowTiles; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          scores[j][e] = outer * (1.f - __fdividef(2.f, exp2_fast(scores[j][e] * inner) + 1.f));
-    }
+    if (p.softcap != 0.f) soft_cap(p.softcap, logit_scale, exponent_scale, scores);
     if (window || valid < kTileTokens || token < masked_before)
       mask_scores<S>(p, segment, warp_row, window, token, valid, scores);
     softmax_step<S>(exponent_scale, step == 0, scores, state);

@@ -14,22 +14,24 @@ bool rows_aligned(const Tensor& tensor, int64_t element_bytes) {
   return aligned;
 }
 
-void check_rows(const char* name, const Tensor& tensor, const Tensor& query, int64_t heads) {
+void check_rows(const char* name, const Tensor& tensor, const Tensor& query, ScalarType dtype, int64_t heads) {
   check_device(kOp, name, tensor, query);
-  STD_TORCH_CHECK(tensor.scalar_type() == query.scalar_type(), kOp, ": ", name, " must have query's dtype");
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, kOp, ": ", name,
+                  " must have key's dtype, bfloat16 or float16; and so must query, unless it is float8_e4m3fn");
   STD_TORCH_CHECK(tensor.dim() == 3 && tensor.size(0) >= query.size(0) && tensor.size(1) == heads &&
                       tensor.size(2) == query.size(2),
                   kOp, ": ", name, " must be [", query.size(0), ", ", heads, ", ", query.size(2), "]");
   STD_TORCH_CHECK(tensor.stride(2) == 1, kOp, ": the last dimension of ", name, " must be contiguous");
 }
 
-void check_cache(const char* name, const Tensor& cache, const Tensor& query, int64_t heads, const CacheFormat& format) {
+void check_cache(const char* name, const Tensor& cache, const Tensor& query, ScalarType dtype, int64_t heads,
+                 const CacheFormat& format) {
   check_device(kOp, name, cache, query);
   STD_TORCH_CHECK(cache.dim() == 4 && cache.size(2) == heads && cache.size(3) == query.size(2), kOp, ": ", name,
                   " must be [num_blocks, block_size, ", heads, ", ", query.size(2), "]");
   const int64_t bytes = static_cast<int64_t>(cache.element_size());
-  STD_TORCH_CHECK(format.is_fp8 ? bytes == 1 : cache.scalar_type() == query.scalar_type(), kOp, ": ", name,
-                  " has a dtype that is not kv_cache_dtype's (uint8 or float8 for fp8, query's dtype for 'auto')");
+  STD_TORCH_CHECK(format.is_fp8 ? bytes == 1 : cache.scalar_type() == dtype, kOp, ": ", name,
+                  " has a dtype that is not kv_cache_dtype's (uint8 or float8 for fp8, key's dtype for 'auto')");
   STD_TORCH_CHECK(cache.stride(3) == 1 && rows_aligned(cache, bytes), kOp, ": rows of ", name,
                   " must be contiguous and begin at multiples of 16 bytes");
 }
@@ -66,13 +68,14 @@ void check_limits(const char* op, int64_t num_heads, int64_t num_kv_heads, int64
 
 void plan_verify_attention(Tensor query_start_loc, Tensor seq_lens, Tensor plan, int64_t num_heads,
                            int64_t num_kv_heads, int64_t head_size, int64_t max_query_len, ScalarType source_dtype,
-                           std::string kv_cache_dtype, int64_t sliding_window) {
+                           std::string kv_cache_dtype, int64_t sliding_window, bool quantized_query) {
   constexpr const char* kPlanOp = "plan_verify_attention";
   const CacheFormat format = parse_cache_format(kPlanOp, kv_cache_dtype);
   STD_TORCH_CHECK(query_start_loc.is_cuda(), kPlanOp, ": query_start_loc must be a CUDA tensor");
   check_limits(kPlanOp, num_heads, num_kv_heads, head_size, max_query_len, sliding_window);
   STD_TORCH_CHECK(source_dtype == ScalarType::BFloat16 || source_dtype == ScalarType::Half, kPlanOp,
                   ": source_dtype must be bfloat16 or float16 on CUDA");
+  STD_TORCH_CHECK(format.is_fp8 || !quantized_query, kPlanOp, ": quantized_query wants an fp8 kv_cache_dtype");
   check_vector(kPlanOp, "query_start_loc", query_start_loc, ScalarType::Int, 1, query_start_loc);
   const int64_t batch = query_start_loc.size(0) - 1;
   check_vector(kPlanOp, "seq_lens", seq_lens, ScalarType::Int, batch, query_start_loc);
@@ -88,6 +91,7 @@ void plan_verify_attention(Tensor query_start_loc, Tensor seq_lens, Tensor plan,
   p.sliding_window = static_cast<int>(sliding_window);
   p.is_bf16 = source_dtype == ScalarType::BFloat16;
   p.is_fp8 = format.is_fp8;
+  p.fp8_query = quantized_query;
   const torch::stable::accelerator::DeviceGuard guard(query_start_loc.get_device_index());
   check_launch(launch_verify_plan(p, static_cast<int>(head_size), static_cast<int>(max_query_len), entries, num_sms,
                                   current_stream(query_start_loc)),
@@ -98,22 +102,25 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
                       Tensor query_start_loc, Tensor seq_lens, Tensor output, Tensor workspace, MaybeTensor lse,
                       double scale, int64_t max_query_len, std::string kv_cache_dtype, MaybeTensor k_scale,
                       MaybeTensor v_scale, int64_t sliding_window, double softcap, MaybeTensor sinks,
-                      MaybeTensor ancestor_mask, MaybeTensor plan) {
+                      MaybeTensor ancestor_mask, MaybeTensor plan, MaybeTensor q_scale) {
   const CacheFormat format = parse_cache_format(kOp, kv_cache_dtype);
   STD_TORCH_CHECK(query.is_cuda() && query.dim() == 3 && query.stride(2) == 1, kOp,
                   ": query must be a CUDA tensor [tokens, heads, head_size] with a contiguous last dimension");
-  const ScalarType dtype = query.scalar_type();
+  const bool quantized = query.scalar_type() == ScalarType::Float8_e4m3fn;
+  const ScalarType dtype = quantized ? key.scalar_type() : query.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, kOp,
-                  ": query must be bfloat16 or float16 on CUDA");
+                  ": query must be bfloat16, float16 or, beside key and value of these, float8_e4m3fn on CUDA");
+  STD_TORCH_CHECK(format.is_fp8 || !quantized, kOp, ": a float8_e4m3fn query wants an fp8 kv_cache_dtype");
+  STD_TORCH_CHECK(quantized || !q_scale, kOp, ": q_scale is for a float8_e4m3fn query");
   const int64_t head_size = query.size(2), num_heads = query.size(1);
   STD_TORCH_CHECK(key.dim() == 3, kOp, ": key must be [tokens, KV heads, head_size]");
   const int64_t num_kv_heads = key.size(1);
   check_limits(kOp, num_heads, num_kv_heads, head_size, max_query_len, sliding_window);
-  check_rows("key", key, query, num_kv_heads);
-  check_rows("value", value, query, num_kv_heads);
-  check_rows("output", output, query, num_heads);
-  check_cache("key_cache", key_cache, query, num_kv_heads, format);
-  check_cache("value_cache", value_cache, query, num_kv_heads, format);
+  check_rows("key", key, query, dtype, num_kv_heads);
+  check_rows("value", value, query, dtype, num_kv_heads);
+  check_rows("output", output, query, dtype, num_heads);
+  check_cache("key_cache", key_cache, query, dtype, num_kv_heads, format);
+  check_cache("value_cache", value_cache, query, dtype, num_kv_heads, format);
   STD_TORCH_CHECK(key_cache.size(1) == value_cache.size(1), kOp, ": key_cache and value_cache differ in block size");
   check_vector(kOp, "query_start_loc", query_start_loc, ScalarType::Int, 1, query);
   const int64_t batch = query_start_loc.size(0) - 1;
@@ -145,13 +152,15 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
   }
   p.k_scale_count = scale_count("k_scale", k_scale, query, num_kv_heads);
   p.v_scale_count = scale_count("v_scale", v_scale, query, num_kv_heads);
+  p.q_scale_count = scale_count("q_scale", q_scale, query, num_kv_heads);
+  if (q_scale) p.q_scale = static_cast<const float*>(q_scale->const_data_ptr());
   if (k_scale) p.k_scale = static_cast<const float*>(k_scale->const_data_ptr());
   if (v_scale) p.v_scale = static_cast<const float*>(v_scale->const_data_ptr());
   if (sinks) {
     check_device(kOp, "sinks", *sinks, query);
     STD_TORCH_CHECK(sinks->numel() == num_heads && (sinks->scalar_type() == ScalarType::Float ||
                                                     sinks->scalar_type() == dtype),
-                    kOp, ": sinks must be [heads] in float32 or query's dtype");
+                    kOp, ": sinks must be [heads] in float32 or key's dtype");
     p.sinks = sinks->const_data_ptr();
     p.sinks_float = sinks->scalar_type() == ScalarType::Float;
   }
@@ -184,7 +193,8 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
   p.is_bf16 = dtype == ScalarType::BFloat16;
   p.is_fp8 = format.is_fp8;
   p.is_e5m2 = format.is_e5m2;
-  p.aligned = rows_aligned(query, 2) && rows_aligned(key, 2) && rows_aligned(value, 2) && rows_aligned(output, 2);
+  p.fp8_query = quantized;
+  p.aligned = rows_aligned(query, quantized ? 1 : 2) && rows_aligned(key, 2) && rows_aligned(value, 2) && rows_aligned(output, 2);
 
   check_device(kOp, "workspace", workspace, query);
   const int num_sms = multiprocessors(query.get_device_index());

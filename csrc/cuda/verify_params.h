@@ -19,7 +19,7 @@ constexpr int kMaxCluster = 8;      // thread blocks that add their results up t
 struct PlanEntry;  // verify_walk.cuh
 
 struct VerifyParams {
-  const void* query;             // [T, Hq, D]
+  const void* query;             // [T, Hq, D]; 16 bits, or e4m3 where the caches are fp8
   const void* key;               // [T, Hk, D]
   const void* value;             // [T, Hk, D]
   const void* key_cache;         // [num_blocks, block_size, Hk, D]
@@ -31,6 +31,7 @@ struct VerifyParams {
   float* lse;                    // [Hq, T] or null
   const float* k_scale;          // 1 or Hk numbers, or null
   const float* v_scale;
+  const float* q_scale;          // of an e4m3 query
   const void* sinks;             // [Hq] or null
   const int64_t* ancestor_mask;  // [T] or null
 
@@ -43,10 +44,11 @@ struct VerifyParams {
   int batch, num_heads, num_kv_heads, block_size;
   float scale, softcap;
   int sliding_window;  // -1: none
-  int k_scale_count, v_scale_count;
-  bool is_bf16;          // query, key, value and output: bf16, else fp16
+  int k_scale_count, v_scale_count, q_scale_count;
+  bool is_bf16;          // key, value, output and a query of 16 bits: bf16, else fp16
   bool is_fp8, is_e5m2;  // the caches
-  bool sinks_float;      // sinks are float32, else the query's dtype
+  bool fp8_query;        // e4m3
+  bool sinks_float;      // sinks are float32, else key's dtype
   bool aligned;          // rows of query, key, value and output begin at multiples of 16 bytes
 
   // Set by launch_verify_attention().

@@ -47,6 +47,8 @@ struct Shape {
   static constexpr int kStages = kStages_;
   static constexpr Kind kKind = kKind_;
   static constexpr bool kFp8 = kKind == Kind::kFp8;
+  static constexpr bool kFp8Query = false;       // the query is multiplied as fp8
+  static constexpr bool kExpandsQuery = kFp8;    // an fp8 query becomes fp16
 
   static constexpr int kThreads = 32 * kRowWarps * kGroups;
   static constexpr int kRows = 8 * kRowTiles * kRowWarps;
@@ -113,6 +115,14 @@ __device__ __forceinline__ uint32_t chunk_further(uint32_t row, uint32_t swizzle
   return row + (swizzled ^ (distance << 4));
 }
 
+// Sixteen bytes from global memory where they are not aligned.
+static __device__ __noinline__ uint4 load_bytes_apart(const uint8_t* source) {
+  uint32_t words[4] = {};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) words[i / 4] |= static_cast<uint32_t>(source[i]) << (i % 4 * 8);
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // Eight 16-bit numbers from global memory where they are not aligned.
 static __device__ __noinline__ uint4 load_eight_apart(const uint16_t* source) {
   uint32_t words[4];
@@ -152,19 +162,41 @@ __device__ __forceinline__ void arrange_query(bool is_bf16, uint4& low, uint4& h
   high = make_uint4(pairs[1], pairs[3], pairs[5], pairs[7]);
 }
 
+// The same of an e4m3 query, whose sixteen bytes came where `low` is kept.
+__device__ __forceinline__ void expand_query(uint4& low, uint4& high) {
+  const uint4 bytes = low;
+  fp8x4_to_half2<false>(bytes.x, low.x, high.x);
+  fp8x4_to_half2<false>(bytes.y, low.y, high.y);
+  fp8x4_to_half2<false>(bytes.z, low.z, high.z);
+  fp8x4_to_half2<false>(bytes.w, low.w, high.w);
+}
+
 // The query rows on their way into shared memory, zeros where the window has none. Which thread copies what is for
-// finish_query() to know: each thread copies two neighbouring chunks of a row.
+// finish_query() to know: each thread copies sixteen numbers of a row.
 template <class S>
 __device__ __forceinline__ void load_query(const VerifyParams& p, const Segment& segment, char* shared) {
-  constexpr int kPairs = S::kHeadSize / 16;
-  const auto* query = static_cast<const uint16_t*>(p.query) + segment.work.start * p.query_token +
-                      static_cast<int64_t>(segment.head) * p.group.value * p.query_head;
+  constexpr int kPieces = S::kHeadSize / 16;
+  const bool bytes = S::kFp8Query || (S::kExpandsQuery && p.fp8_query);
+  const int64_t first = segment.work.start * p.query_token +
+                        static_cast<int64_t>(segment.head) * p.group.value * p.query_head;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < S::kRows * kPairs; i += S::kThreads) {
-    const int row = i / kPairs, chunk = i % kPairs * 2;
+  for (int i = threadIdx.x; i < S::kRows * kPieces; i += S::kThreads) {
+    const int row = i / kPieces, piece = i % kPieces;
     const bool inside = row < segment.row_count;
     const PackedRow packed(p, segment.first_row + (inside ? row : 0));
-    const uint16_t* from = query + packed.token * p.query_token + packed.head * p.query_head + chunk * 8;
+    const int64_t begin = first + packed.token * p.query_token + packed.head * p.query_head + piece * 16;
+    if (bytes) {
+      const auto* from = static_cast<const uint8_t*>(p.query) + begin;
+      char* to = shared + S::query_offset(row, S::kFp8Query ? piece : 2 * piece);
+      if (p.aligned) {
+        copy_async16(smem_address(to), from, inside);
+      } else {
+        *reinterpret_cast<uint4*>(to) = inside ? load_bytes_apart(from) : make_uint4(0, 0, 0, 0);
+      }
+      continue;
+    }
+    const auto* from = static_cast<const uint16_t*>(p.query) + begin;
+    const int chunk = 2 * piece;
     char *low_to = shared + S::query_offset(row, chunk), *high_to = shared + S::query_offset(row, chunk + 1);
     if (p.aligned) {
       copy_async16(smem_address(low_to), from, inside);
@@ -180,15 +212,19 @@ __device__ __forceinline__ void load_query(const VerifyParams& p, const Segment&
 // chunks that it copied itself, so that nobody waits for anybody; what follows needs a barrier.
 template <class S>
 __device__ __forceinline__ void finish_query(const VerifyParams& p, char* shared) {
-  if constexpr (!S::kFp8) return;
-  constexpr int kPairs = S::kHeadSize / 16;
+  if constexpr (!S::kFp8 || S::kFp8Query) return;
+  constexpr int kPieces = S::kHeadSize / 16;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < S::kRows * kPairs; i += S::kThreads) {
-    const int row = i / kPairs, chunk = i % kPairs * 2;
+  for (int i = threadIdx.x; i < S::kRows * kPieces; i += S::kThreads) {
+    const int row = i / kPieces, chunk = i % kPieces * 2;
     auto* low_at = reinterpret_cast<uint4*>(shared + S::query_offset(row, chunk));
     auto* high_at = reinterpret_cast<uint4*>(shared + S::query_offset(row, chunk + 1));
     uint4 low = *low_at, high = *high_at;
-    arrange_query(p.is_bf16, low, high);
+    if (S::kExpandsQuery && p.fp8_query) {
+      expand_query(low, high);
+    } else {
+      arrange_query(p.is_bf16, low, high);
+    }
     *low_at = low;
     *high_at = high;
   }
@@ -273,6 +309,13 @@ __device__ __noinline__ void copy_scattered_tile(const VerifyParams& p, int requ
 
 __device__ __forceinline__ float head_scale(const float* scales, int count, int head) {
   return scales == nullptr ? 1.f : __ldg(scales + (count == 1 ? 0 : head));
+}
+
+// What an fp8 cache's keys, and an fp8 query, are multiplied with to be what they stand for.
+template <class S>
+__device__ __forceinline__ float logit_descale(const VerifyParams& p, int head) {
+  if constexpr (!S::kFp8) return 1.f;
+  return head_scale(p.k_scale, p.k_scale_count, head) * head_scale(p.q_scale, p.q_scale_count, head);
 }
 
 // Eight numbers of a window's key or value into a tile. With an fp8 cache they are rounded to its format, since the

@@ -22,20 +22,34 @@ struct WarpgroupShape {
   static constexpr int kValueStages = kValueStages_;
   static constexpr int kProbabilities = kProbabilities_;  // tiles whose probabilities have room
   static constexpr Kind kKind = kKind_;
-  static constexpr bool kFp8 = kKind == Kind::kFp8;
+  static constexpr bool kFp8Query = kKind == Kind::kFp8Query;
+  static constexpr bool kExpandsQuery = false;
+  static constexpr bool kFp8 = kKind == Kind::kFp8 || kFp8Query;
   static_assert(kD % 64 == 0 && kValueStages >= 2 && kKeyStages >= 2 && kKeyStages + 1 >= kValueStages);
   static_assert(kProbabilities == 1 || kProbabilities == 2);
 
   static constexpr int kThreads = 128 * kRowGroups;
   static constexpr int kRows = 8 * kRowTiles * kRowGroups;
-  static constexpr int kPanelBytes = kTile * 128;  // 16-bit tiles: 64 head positions of all tokens
+  // Tiles and query rows lie in panels of at most 128 bytes of all their rows, as the matrix unit wants them.
   static constexpr int kRowBytes = kD * (kFp8 ? 1 : 2);
+  static constexpr int kPitch = kRowBytes < 128 ? kRowBytes : 128;
+  static constexpr int kPanelBytes = kTile * kPitch;
   static constexpr int kTileBytes = kTile * kRowBytes;
-  static constexpr int kQueryBytes = kRows * kD * 2;
+  static constexpr int kQueryRowBytes = kD * (kFp8Query ? 1 : 2);
+  static constexpr int kQueryPitch = kQueryRowBytes < 128 ? kQueryRowBytes : 128;
+  static constexpr int kQueryPanelBytes = kRows * kQueryPitch;
+  static constexpr int kQueryBytes = (kRows * kQueryRowBytes + 1023) / 1024 * 1024;  // where a swizzle's period begins
   static constexpr int kRingBytes = (kKeyStages + kValueStages) * kTileBytes;
   static constexpr int kProbabilityBytes = kRows * 128;  // of one tile
-  // Steps whose copies may be under way when a tile's values and the next one's keys are to be there.
-  static constexpr int kPending = (kKeyStages < kValueStages ? kKeyStages : kValueStages) - kProbabilities;
+  // A step's copies are two groups, of which what is wanted first comes first.
+  static constexpr bool kValuesFirst = kKeyStages > kValueStages;
+  // Groups that may be under way when a tile's values and the next one's keys are to be there.
+  static constexpr int kPending = (kValuesFirst                ? 2 * kValueStages - 1
+                                   : kKeyStages < kValueStages ? 2 * kKeyStages - 1
+                                                               : 2 * kKeyStages - 2) -
+                                  2 * (kProbabilities - 1);
+  // The same when the query rows and the first keys are to be there.
+  static constexpr int kPendingAtFirst = 2 * kKeyStages - (kValuesFirst ? 2 : 1);
   // Fewest tiles of a thread block that are worth another worker: about what joining the workers' parts costs.
   static constexpr int kMinTiles = kFp8 || kD == 64 ? 4 : kD == 128 ? 6 : 3;
 
@@ -82,13 +96,13 @@ struct WarpgroupShape {
     return smem_address(shared) + value_offset(slot);
   }
 
-  // The query, and a 16-bit tile, lie in panels of 64 head positions; an fp8 tile's rows lie whole.
   static __device__ __forceinline__ int query_offset(int row, int chunk) {
-    return chunk / 8 * (kRows * 128) + row * 128 + ((chunk ^ row) & 7) * 16;
+    constexpr int kChunks = kQueryPitch / 16;
+    return chunk / kChunks * kQueryPanelBytes + chunk_offset<kChunks>(row, chunk % kChunks);
   }
   static __device__ __forceinline__ int tile_offset(int row, int chunk) {
-    if constexpr (kFp8) return chunk_offset<kRowBytes / 16>(row, chunk);
-    return chunk / 8 * kPanelBytes + row * 128 + ((chunk ^ row) & 7) * 16;
+    constexpr int kChunks = kPitch / 16;
+    return chunk / kChunks * kPanelBytes + chunk_offset<kChunks>(row, chunk % kChunks);
   }
 
   // The part of a tile that this warp helps to fill: 16 tokens, with a warp of each warpgroup.
@@ -97,11 +111,10 @@ struct WarpgroupShape {
   static __device__ __forceinline__ int copy_token() { return warp() * 16; }
   static constexpr int kFillThreads = kThreads;  // a tile is filled by all of them where copying cannot
   static __device__ __forceinline__ int fill_thread() { return threadIdx.x; }
-  static __device__ __forceinline__ int copy_offset() { return warp() * 16 * (kFp8 ? kRowBytes : 128); }
+  static __device__ __forceinline__ int copy_offset() { return warp() * 16 * kPitch; }
   static __device__ __forceinline__ void copy(const char* rows, uint32_t stride, int valid, uint32_t tile) {
     constexpr int kChunks = kRowBytes / 16;
     constexpr int kPassRows = 32 / kChunks, kPasses = 16 / kPassRows;
-    constexpr int kPitch = kFp8 ? kRowBytes : 128;
     const int lane = threadIdx.x % 32, chunk = lane % kChunks;
     const uint32_t first = tile + tile_offset(lane / kChunks, chunk);
     int row = lane / kChunks + copy_warp() * kPassRows;
@@ -111,7 +124,7 @@ struct WarpgroupShape {
     for (int i = 0; i < kPasses / kRowGroups; ++i) {
       const int pass_row = (i * kRowGroups + copy_warp()) * kPassRows;
       // Adding rows to the first pass's changes the swizzle by an exclusive or.
-      const int swizzle = kFp8 ? row_swizzle<kChunks>(pass_row) : pass_row & 7;
+      const int swizzle = row_swizzle<kPitch / 16>(pass_row);
       copy_async16((first ^ (swizzle << 4)) + pass_row * kPitch, from, row < valid);
       row += kPassRows * kRowGroups;
       from += step;
@@ -120,7 +133,7 @@ struct WarpgroupShape {
 };
 
 // The tiles of a segment on their way into the rings. A step makes room for the keys of tile step + kKeyStages and the
-// values of tile step + kValueStages - 1; their copies are one group, also where nothing is left to load, so that a
+// values of tile step + kValueStages - 1; their copies are two groups, also where nothing is left to load, so that a
 // count of groups tells what has arrived. Steps before the first fill the rings.
 template <class S>
 struct TileQueue {
@@ -132,25 +145,30 @@ struct TileQueue {
   __device__ __forceinline__ void begin(const VerifyParams& p, const Segment& segment, int rank, char* shared) {
     begin_stream<S>(p, segment, rank, stream, shared);
 #pragma unroll 1
-    for (int step = -S::kKeyStages;; ++step) {
-      find_keys(p, segment, step);
-      if (step < -1) load_keys(p, segment, step, shared);
-      load_values(p, segment, step, shared);
-      if (step == -1) break;
-      copy_async_commit();
-    }
+    for (int step = -S::kKeyStages; step < -1; ++step) advance(p, segment, step, shared);
+    find_keys(p, segment, -1);
+    load_values(p, segment, -1, shared);
+    if (S::kValuesFirst) copy_async_commit();
   }
 
   __device__ __forceinline__ void load_last_keys(const VerifyParams& p, const Segment& segment, char* shared) {
     load_keys(p, segment, -1, shared);
     copy_async_commit();
+    if (!S::kValuesFirst) copy_async_commit();  // the values went with the keys
   }
 
   __device__ __forceinline__ void advance(const VerifyParams& p, const Segment& segment, int step, char* shared) {
     find_keys(p, segment, step);
+    if (S::kValuesFirst) {
+      load_values(p, segment, step, shared);
+      copy_async_commit();
+    }
     load_keys(p, segment, step, shared);
-    load_values(p, segment, step, shared);
     copy_async_commit();
+    if (!S::kValuesFirst) {
+      load_values(p, segment, step, shared);
+      copy_async_commit();
+    }
   }
 
  private:

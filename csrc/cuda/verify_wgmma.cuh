@@ -2,10 +2,10 @@
 // verify_kernel.cuh, 64 tokens at a time: S^T = K Q^T leaves 16 tokens to each of a warpgroup's four warps,
 // O^T += V^T P^T a quarter of each 64 head positions. A thread block has one ring and one result, so windows with
 // many query rows stay bound by memory. A 16-bit cache's tiles never pass through registers; an fp8 cache's become
-// fp16 there, each byte once per warpgroup, and are the product's operand from there.
+// fp16 there, each byte once per warpgroup, and are the product's operand from there. With an fp8 query only values do.
 #pragma once
 
-#include "verify_warpgroup_shape.cuh"
+#include "verify_warpgroup_products.cuh"
 
 namespace nwor {
 
@@ -55,132 +55,8 @@ __device__ __forceinline__ void raise_maxima(float scale, bool first, const floa
   __syncthreads();  // the probabilities may overwrite the exchanged maxima
 }
 
-// This warp's 16 tokens of a tile of fp8 keys as fragments, 16 head positions each. See multiply_keys().
-template <class S, bool kE5m2>
-__device__ __forceinline__ void convert_keys(uint32_t tile, uint32_t (&fragments)[S::kHeadSize / 16][4]) {
-  constexpr int kChunks = S::kRowBytes / 16;
-  const int lane = threadIdx.x % 32, row = lane & 15;
-  const uint32_t base = tile + (S::warp() * 16 + row) * S::kRowBytes;
-  const int swizzle = ((lane >> 4) ^ row_swizzle<kChunks>(row)) << 4;
-#pragma unroll
-  for (int k = 0; k < S::kHeadSize / 16; k += 2) {
-    uint32_t bytes[4];
-    load_matrix(bytes, chunk_further<kChunks>(base, swizzle, k));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      fp8x4_to_half2<kE5m2>(bytes[2 * i], fragments[k + i][0], fragments[k + i][2]);
-      fp8x4_to_half2<kE5m2>(bytes[2 * i + 1], fragments[k + i][1], fragments[k + i][3]);
-    }
-  }
-}
-
-// This warp's 16 positions of each 64 of a tile of fp8 values as fragments, 16 tokens each; even positions in the
-// first eight rows, odd ones in the others. See multiply_values().
-template <class S, bool kE5m2>
-__device__ __forceinline__ void convert_values(uint32_t tile, uint32_t (&fragments)[S::kHeadSize / 64][4][4]) {
-  constexpr int kChunks = S::kRowBytes / 16;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int b = 0; b < S::kHeadSize / 64; ++b) {
-    const uint32_t address =
-        tile + lane * S::kRowBytes + (((4 * b + S::warp()) ^ row_swizzle<kChunks>(lane)) << 4);
-#pragma unroll
-    for (int k = 0; k < 4; k += 2) {
-      uint32_t bytes[4];
-      load_matrix_transposed(bytes, address + k * 16 * S::kRowBytes);
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint32_t even_odd = __byte_perm(bytes[2 * i + half], 0, 0x3120);
-          fp8x4_to_half2<kE5m2>(even_odd, fragments[b][k + i][2 * half], fragments[b][k + i][2 * half + 1]);
-        }
-    }
-  }
-}
-
-// The first operands of a tile's products where they are in registers: what a warp converted of an fp8 cache's tile. To
-// be held until the products are done. A 16-bit cache's tiles are read where they lie.
-template <class S>
-struct TileOperands {
-  uint32_t keys[S::kFp8 ? S::kHeadSize / 16 : 1][4];
-  uint32_t values[S::kFp8 ? S::kHeadSize / 64 : 1][4][4];
-
-  __device__ __forceinline__ void hold_keys() const {
-    if constexpr (S::kFp8) {
-#pragma unroll
-      for (int k = 0; k < S::kHeadSize / 16; ++k) hold(keys[k]);
-    }
-  }
-  __device__ __forceinline__ void hold_values() const {
-    if constexpr (S::kFp8) {
-#pragma unroll
-      for (int b = 0; b < S::kHeadSize / 64; ++b)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) hold(values[b][k]);
-    }
-  }
-  static __device__ __forceinline__ void hold(const uint32_t (&fragment)[4]) {
-    asm volatile("" ::"r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]));
-  }
-};
-
-// scores = K Q^T of a tile, under way when this returns.
-template <class S>
-__device__ __forceinline__ void multiply_tile_keys(uint32_t tile, uint32_t query, bool e5m2, TileOperands<S>& operands,
-                                                   float (&scores)[S::kRowTiles][4]) {
-  const WgmmaOperand rows(query);
-  const auto query_of = [&](int k) { return rows.at(k / 4 * (S::kRows * 128) + k % 4 * 32); };
-  if constexpr (S::kFp8) {
-    if (e5m2) {
-      convert_keys<S, true>(tile, operands.keys);
-    } else {
-      convert_keys<S, false>(tile, operands.keys);
-    }
-    wgmma_begin();
-#pragma unroll
-    for (int k = 0; k < S::kHeadSize / 16; ++k)
-      WgmmaFragments<S::kRowTiles>::run(scores, operands.keys[k], query_of(k), k > 0);
-  } else {
-    const WgmmaOperand keys(tile);
-    wgmma_begin();
-#pragma unroll
-    for (int k = 0; k < S::kHeadSize / 16; ++k)
-      Wgmma<S::kRowTiles, S::kKind, 0>::run(scores, keys.at(k / 4 * S::kPanelBytes + k % 4 * 32), query_of(k), k > 0);
-  }
-}
-
-// O^T += V^T P^T of a tile, under way when this returns.
-template <class S>
-__device__ __forceinline__ void multiply_tile_values(uint32_t tile, uint32_t probabilities, bool e5m2,
-                                                     TileOperands<S>& operands,
-                                                     float (&accumulator)[S::kHeadSize / 64][S::kRowTiles][4]) {
-  const WgmmaOperand rows(probabilities);
-  if constexpr (S::kFp8) {
-    if (e5m2) {
-      convert_values<S, true>(tile, operands.values);
-    } else {
-      convert_values<S, false>(tile, operands.values);
-    }
-    wgmma_begin();
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int b = 0; b < S::kHeadSize / 64; ++b)
-        WgmmaFragments<S::kRowTiles>::run(accumulator[b], operands.values[b][k], rows.at(k * 32), true);
-  } else {
-    const WgmmaOperand values(tile);
-    wgmma_begin();
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int b = 0; b < S::kHeadSize / 64; ++b)
-        Wgmma<S::kRowTiles, S::kKind, 1>::run(accumulator[b], values.at(b * S::kPanelBytes + k * 16 * 128),
-                                              rows.at(k * 32), true);
-  }
-}
-
-// Scores to probabilities relative to the running maxima, and those to shared memory. `sum`: this lane's part with them.
+// Scores to probabilities relative to the running maxima, and those to shared memory. `sum`: this lane's part with them;
+// may be the state's own.
 template <class S>
 __device__ __forceinline__ void store_probabilities(uint32_t to, float scale, const float (&scores)[S::kRowTiles][4],
                                                     const WarpgroupState<S>& state, float (&sum)[S::kRowTiles][2]) {
@@ -205,12 +81,11 @@ template <class S>
 __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segment& segment, TileQueue<S>& queue,
                                                WarpgroupState<S>& state, char* shared) {
   const int lane = threadIdx.x % 32;
-  const uint32_t query = smem_address(shared) + S::first_row() * 128;
+  const uint32_t query = smem_address(shared) + S::first_row() * S::kQueryPitch;
   const uint32_t probabilities = smem_address(shared) + S::kProbabilityOffset + S::first_row() * 128;
   // Where this lane's row of a probability fragment goes: row lane % 8 of eight, tokens 16 * warp and eight further.
   const uint32_t store_to = probabilities + lane % 8 * 128 + (((2 * S::warp() + lane / 8 % 2) ^ (lane % 8)) << 4);
-  const float k_scale = S::kFp8 ? head_scale(p.k_scale, p.k_scale_count, segment.head) : 1.f;
-  const float logit_scale = p.scale * k_scale;
+  const float logit_scale = p.scale * logit_descale<S>(p, segment.head);
   const float exponent_scale = logit_scale * kLog2e;
   const int masked_before = p.sliding_window > 0 ? segment.work.context + segment.work.window - p.sliding_window : 0;
 #pragma unroll
@@ -226,7 +101,7 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
     }
   }
 
-  copy_async_wait<S::kKeyStages - 1>();
+  copy_async_wait<S::kPendingAtFirst>();
   if constexpr (S::kFp8) finish_query<S>(p, shared);
   fence_async_proxy();
   __syncthreads();  // the query rows are there, and the first keys
@@ -249,36 +124,22 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
       const int token =
           (window ? tile - segment.context_tiles : segment.first_context_tile + tile) * S::kTile + 16 * S::warp();
       const int valid = (window ? segment.work.window : segment.work.context) - token;
-      if (p.softcap != 0.f) {
-        const float inner = __fdividef(2.f * exponent_scale, p.softcap), outer = __fdividef(p.softcap, logit_scale);
-#pragma unroll
-        for (int j = 0; j < S::kRowTiles; ++j)
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            scores[j][e] = outer * (1.f - __fdividef(2.f, exp2_fast(scores[j][e] * inner) + 1.f));
-      }
+      if (p.softcap != 0.f) soft_cap(p.softcap, logit_scale, exponent_scale, scores);
       if (window || valid < 16 || token < masked_before)
         mask_scores<S>(p, segment, S::first_row(), window, token, valid, scores);
-      float excess = -INFINITY;
-#pragma unroll
-      for (int j = 0; j < S::kRowTiles; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          excess =
-              fmaxf(excess, fmaf(fmaxf(scores[j][c], scores[j][2 + c]), exponent_scale, state.minus_maximum[j][c]));
-      bool exceeds = excess > kRescaleAbove, raise = step == 0;
-      float sum[S::kRowTiles][2];
+      bool exceeds = highest_excess(exponent_scale, scores, state.minus_maximum) > kRescaleAbove, raise = step == 0;
       if constexpr (S::kProbabilities == 1) {
         wgmma_wait<0>();  // for the previous tile's values
         operands.hold_values();
         raise |= __syncthreads_or(exceeds) != 0;
         queue.advance(p, segment, step, shared);
         if (raise) raise_maxima<S>(exponent_scale, step == 0, scores, state, shared);
-        store_probabilities<S>(store_to, exponent_scale, scores, state, sum);
+        store_probabilities<S>(store_to, exponent_scale, scores, state, state.sum);
         copy_async_wait<S::kPending>();
         fence_async_proxy();
         __syncthreads();
       } else {
+        float sum[S::kRowTiles][2];
 #pragma unroll 1
         do {
           if (raise) {
@@ -293,12 +154,11 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
           raise = __syncthreads_or(exceeds) != 0;
         } while (raise);
         operands.hold_values();
+#pragma unroll
+        for (int j = 0; j < S::kRowTiles; ++j)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) state.sum[j][c] = sum[j][c];
       }
-#pragma unroll
-      for (int j = 0; j < S::kRowTiles; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) state.sum[j][c] = sum[j][c];
-
       if (!exists(step + 1)) break;
       multiply_tile_keys<S>(S::key_tile(shared, key_slot), query, p.is_e5m2, operands, scores);
       wgmma_commit();

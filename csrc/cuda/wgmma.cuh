@@ -1,5 +1,6 @@
-// Hopper's warpgroup matrix product: 64 rows, 16 deep, both operands in shared memory, the result in registers.
-// An operand's rows are 128 bytes with their 16-byte chunks swizzled by the row's low three bits.
+// Hopper's warpgroup matrix product: 64 rows, 32 bytes deep, the result in registers. An operand's rows in shared memory
+// are 128 bytes with their 16-byte chunks swizzled by the row's low three bits, or 64 bytes, swizzled by the two bits
+// above the lowest.
 #pragma once
 
 #include "mma.cuh"
@@ -14,15 +15,18 @@ namespace nwor {
 
 // An operand in shared memory: where it begins, as matrix descriptors say it. The same for the whole warp, and made so
 // that the compiler knows it: what is computed from it then takes no registers of the threads.
+template <int kRowBytes = 128>
 struct WgmmaOperand {
+  static_assert(kRowBytes == 128 || kRowBytes == 64);
   uint32_t low;
 
   explicit __device__ __forceinline__ WgmmaOperand(uint32_t address)
       : low(__shfl_sync(0xffffffffu, (1u << 16) | ((address & 0x3ffff) >> 4), 0)) {}
 
-  // The descriptor of what lies `bytes` further: 1024 bytes from eight rows to the next, 128-byte swizzle.
+  // The descriptor of what lies `bytes` further: the swizzle, and the bytes from eight rows to the next.
   __device__ __forceinline__ uint64_t at(int bytes) const {
-    return (uint64_t{(1u << 30) | (1024 >> 4)} << 32) | (low + static_cast<uint32_t>(bytes / 16));
+    constexpr uint32_t kSwizzle = kRowBytes == 128 ? 1 : 2;
+    return (uint64_t{(kSwizzle << 30) | (8 * kRowBytes >> 4)} << 32) | (low + static_cast<uint32_t>(bytes / 16));
   }
 };
 
@@ -81,6 +85,10 @@ struct Wgmma;
 template <int kTiles>
 struct WgmmaFragments;
 
+// Both in shared memory and fp8, b e4m3. The sums keep about 14 bits.
+template <int kTiles, bool kE5m2>
+struct WgmmaFp8;
+
 #if NWOR_WGMMA
 #define NWOR_BODY(...) asm volatile(__VA_ARGS__)
 #else
@@ -109,10 +117,23 @@ struct WgmmaFragments;
                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                    \
     }                                                                                                                 \
   };
+#define NWOR_DEFINE_FP8(TILES, COLUMNS, E5M2, TYPE, A, B, ADD)                                                        \
+  template <>                                                                                                         \
+  struct WgmmaFp8<TILES, E5M2> {                                                                                      \
+    static __device__ __forceinline__ void run(float (&c)[TILES][4], uint64_t a, uint64_t b, bool add) {              \
+      NWOR_BODY("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;"                                                       \
+                "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.f32." TYPE ".e4m3 {" NWOR_NAMES_##TILES "}, " A ", " \
+                B ", add, 1, 1;}"                                                                                     \
+                : NWOR_PIECES_##TILES                                                                                 \
+                : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                        \
+    }                                                                                                                 \
+  };
 #define NWOR_DEFINE_WGMMA(TILES, COLUMNS, P0, P1, P2, P3, P4, P5)                                \
   NWOR_DEFINE_SHARED(TILES, COLUMNS, Kind::kBf16, "bf16.bf16", P0, P1, P2, P3)                   \
   NWOR_DEFINE_SHARED(TILES, COLUMNS, Kind::kFp16, "f16.f16", P0, P1, P2, P3)                     \
-  NWOR_DEFINE_FRAGMENTS(TILES, COLUMNS, P0, P1, P2, P3, P4, P5)
+  NWOR_DEFINE_FRAGMENTS(TILES, COLUMNS, P0, P1, P2, P3, P4, P5)                                  \
+  NWOR_DEFINE_FP8(TILES, COLUMNS, false, "e4m3", P0, P1, P2)                                     \
+  NWOR_DEFINE_FP8(TILES, COLUMNS, true, "e5m2", P0, P1, P2)
 
 // Rows tiles, columns, and the names of the operands behind the result's.
 NWOR_DEFINE_WGMMA(1, "8", "%4", "%5", "%6", "%7", "%8", "%9")
@@ -122,6 +143,7 @@ NWOR_DEFINE_WGMMA(5, "40", "%20", "%21", "%22", "%23", "%24", "%25")
 NWOR_DEFINE_WGMMA(9, "72", "%36", "%37", "%38", "%39", "%40", "%41")
 
 #undef NWOR_DEFINE_WGMMA
+#undef NWOR_DEFINE_FP8
 #undef NWOR_DEFINE_FRAGMENTS
 #undef NWOR_DEFINE_SHARED
 #undef NWOR_BODY

@@ -79,6 +79,7 @@ class AttentionPlan:
     def __init__(self, memory: torch.Tensor, arguments: Mapping[str, Any]) -> None:
         self._memory = memory
         self._arguments = arguments
+        self._quantized_query = False  # what the plan in memory was written for
 
     @classmethod
     def share(
@@ -118,7 +119,7 @@ class AttentionPlan:
         return known[key]
 
     def of(
-        self, window: Window, query_start_loc: torch.Tensor, seq_lens: torch.Tensor
+        self, window: Window, query_dtype: torch.dtype, query_start_loc: torch.Tensor, seq_lens: torch.Tensor
     ) -> torch.Tensor | None:
         """Return the plan of the open batch; the first call since it was begun has it written.
 
@@ -126,15 +127,23 @@ class AttentionPlan:
 
         Args:
             window: the rank's window. Its batch may be the very object of earlier steps, with other lengths.
+            query_dtype: of the queries as they came to the layer. Whether vLLM quantizes them is its
+                choice, layer by layer, and what they are then needs no prediction.
             query_start_loc: int32 [requests + 1].
             seq_lens: int32 [requests], context and window together.
 
         """
         if not torch.cuda.is_current_stream_capturing():
             return None
-        if self not in window.planned:
-            ops.plan_verify_attention(query_start_loc, seq_lens, self._memory, **self._arguments)
+        quantized = query_dtype is torch.float8_e4m3fn
+        # A layer whose queries are not like those of the layer before has the plan written anew: layers run
+        # one after another.
+        if self not in window.planned or quantized != self._quantized_query:
+            ops.plan_verify_attention(
+                query_start_loc, seq_lens, self._memory, **self._arguments, quantized_query=quantized
+            )
             window.planned.add(self)
+            self._quantized_query = quantized
         return self._memory
 
 
@@ -232,7 +241,7 @@ class LayerBinding:
 
         Args:
             query: [tokens, num_query_heads, head_size], in the layer's dtype, or quantized to float8 (e4m3)
-                as vLLM does before stock attention where the cache is fp8.
+                as vLLM does before attention where the cache is fp8; either goes to the kernels as it is.
             key: [tokens, num_kv_heads, head_size].
             value: likewise.
             block_table: int32 [requests, blocks].
@@ -243,7 +252,7 @@ class LayerBinding:
         """
         layer, parameters = self.layer, self.parameters
         ops.verify_attention(
-            self._unquantized(query) if query.dtype is torch.float8_e4m3fn else query,
+            query,
             key,
             value,
             layer.key_cache,
@@ -258,20 +267,14 @@ class LayerBinding:
             kv_cache_dtype=layer.kv_cache_dtype,
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
+            q_scale=parameters.query_scales if query.dtype is torch.float8_e4m3fn else None,
             sliding_window=parameters.sliding_window,
             softcap=parameters.softcap,
             sinks=parameters.sinks,
-            plan=None if self.plan is None else self.plan.of(self.window, query_start_loc, seq_lens),
+            plan=None
+            if self.plan is None
+            else self.plan.of(self.window, query.dtype, query_start_loc, seq_lens),
         )
-
-    def _unquantized(self, query: torch.Tensor) -> torch.Tensor:
-        # Exact: float16 and bfloat16 hold every number of e4m3. So queries are those of stock attention, and
-        # what quantizes them stays where vLLM's compiler fused it into the kernel before.
-        query = query.to(self.layer.source_dtype)
-        scales = self.parameters.query_scales
-        if scales is not None:
-            query.unflatten(1, (scales.shape[0], -1)).mul_(scales[:, None, None])
-        return query
 
     def give_up(self, where: str, error: BaseException) -> None:
         """Turn NWOR off after an error and finish the open batch by direct writes."""

@@ -20,9 +20,14 @@ class CommitTimer:
     Which ones are timed :meth:`due` says: each on a CPU, one of :data:`EVERY` on a GPU.
 
     Events are read in a later step, once the device has passed them; nobody waits for them.
+
+    Attributes:
+        waiting: whether :meth:`drain` may have something to return.
+
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.waiting = False
         self._events = device.type == "cuda"
         self._started = 0.0
         self._count, self._seconds = 0, 0.0
@@ -62,6 +67,7 @@ class CommitTimer:
             self._pending.append((start, end))
             if len(self._pending) > MOST_PENDING:
                 self._read()
+        self.waiting = True
 
     def _add(self, seconds: float) -> None:
         self._count += 1
@@ -76,6 +82,7 @@ class CommitTimer:
         """Return how many measurements were completed since the last call, and their sum in seconds."""
         if self._pending:
             self._read()
+        self.waiting = bool(self._pending)
         if not self._count:
             return 0, 0.0
         drained = self._count, self._seconds

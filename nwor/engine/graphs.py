@@ -111,7 +111,8 @@ class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
         """Replay the graph of the open window batch's mode."""
-        if not self.stage.staging or not self.stage.take(desc):
+        window = self.nwor.window
+        if window is None or not window.staging or not self.stage.take(desc):
             return super().run_fullgraph(desc)
         stock, self.graphs = self.graphs, self.stage_graphs
         try:

@@ -149,9 +149,12 @@ class StepPlan:
         )
 
 
+_ARRAY = np.ndarray
+
+
 def int32_bytes(numbers: Sequence[int] | npt.NDArray[Any]) -> bytes:
     """Return numbers as int32, in bytes; for an int32 array that is one copy."""
-    if type(numbers) is np.ndarray and numbers.dtype is INT32:
+    if type(numbers) is _ARRAY and numbers.dtype is INT32:
         return numbers.tobytes()
     return np.asarray(numbers, INT32).tobytes()
 

@@ -23,6 +23,11 @@ FEW_ROWS = 512
 FEW_TIMES = 2
 
 
+#: What a step's shape is known by: rows and drafts of each request as int32, in bytes; that of a full step by
+#: how many requests it has.
+_Key = tuple[bytes, bytes] | int
+
+
 class Planner:
     """Knows the shapes of the steps so far.
 
@@ -42,8 +47,8 @@ class Planner:
         self._longest = longest_window
         self.largest_graph = 0
         self.copy_always = False
-        self._known: dict[tuple[bytes, bytes], KnownStep] = {}
-        self._latest_key: tuple[bytes, bytes] | None = None
+        self._known: dict[_Key, KnownStep] = {}
+        self._latest_key: _Key | None = None
         self._latest: KnownStep | None = None
         self._mode: Mode | None = None
         self._refusal: str | None = None
@@ -53,6 +58,7 @@ class Planner:
         query_lens: Sequence[int] | npt.NDArray[Any],
         draft_counts: Sequence[int] | npt.NDArray[Any],
         refusal: str | None,
+        full: int = 0,
     ) -> KnownStep:
         """Return what holds for all steps of this shape.
 
@@ -60,9 +66,11 @@ class Planner:
             query_lens: rows of each request.
             draft_counts: draft tokens of each; its last rows.
             refusal: why nothing can be staged; None where it can.
+            full: how many requests there are, where each has all its drafts and no rows beside its window; 0
+                for any other step. The shape then follows, and the numbers are not looked at again.
 
         """
-        key = int32_bytes(query_lens), int32_bytes(draft_counts)
+        key: _Key = full or (int32_bytes(query_lens), int32_bytes(draft_counts))
         if self._mode is not self._state.mode or self._refusal != refusal:
             self._known.clear()
             self._mode, self._refusal = self._state.mode, refusal
@@ -73,7 +81,7 @@ class Planner:
         if known is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            known = self._known[key] = self._work_out(*key)
+            known = self._known[key] = self._work_out(int32_bytes(query_lens), int32_bytes(draft_counts))
         self._latest_key, self._latest = key, known
         return known
 

@@ -212,14 +212,16 @@ class Rank:
         query_lens: Sequence[int] | npt.NDArray[Any],
         draft_counts: Sequence[int] | npt.NDArray[Any],
         early: bool = False,
+        full: bool = False,
     ) -> StepPlan | None:
         """Decide, from the scheduler's own record of draft tokens, what this step does.
 
         Args:
-            request_ids: the step's requests in batch order.
+            request_ids: the step's requests in batch order; kept, so nobody may change it from now on.
             query_lens: rows of each.
             draft_counts: draft tokens of each; its last rows.
             early: whether a request of the step may read what others of it write.
+            full: whether each request has as many drafts as there can be, and no rows beside its window.
 
         Returns:
             The plan, or None where the step verifies nothing.
@@ -228,11 +230,11 @@ class Rank:
         refusal = None
         if self.window is None:
             refusal = self.state.unsupported[0] if self.state.unsupported else "fault"
-        known = self._planner.known(query_lens, draft_counts, refusal)
+        known = self._planner.known(query_lens, draft_counts, refusal, len(request_ids) if full else 0)
         if not known.windows:
             return None
         self.state.steps += 1
-        return StepPlan(known, list(request_ids), early, self._cut_short.step)
+        return StepPlan(known, request_ids, early, self._cut_short.step)
 
     def next_step(self, in_flight: int, freed: AbstractSet[str]) -> None:
         """Take in what the scheduler says of a step, before anything of the step is launched.
@@ -377,12 +379,12 @@ class Rank:
                 more; 0 or 1 where no draft was accepted.
 
         """
-        state, treatment = self.state, plan.treatment
+        state, treatment, timer = self.state, plan.treatment, self.timer
         counts = int32_bytes(sampled)
         if len(counts) != len(treatment.drafts):
             raise ValueError("sampled: wanted one number for each request of the plan")
         state.count(treatment, counts, plan.known.windows)
-        commits, seconds = self.timer.drain()
+        commits, seconds = timer.drain() if timer.waiting else (0, 0.0)
         record = StepRecord(plan.request_ids, treatment, counts, state.facts, state.windows, commits, seconds)
         if state.other_token_bytes or treatment.copied_bytes:
             windows = record.windows

@@ -47,8 +47,15 @@ class NworRunnerV2(NworRunner, Base):
         rank, plan = self.nwor, None
         drafts = input_batch.num_draft_tokens_per_req
         if drafts is not None:
-            scheduled = input_batch.num_scheduled_tokens
-            plan = rank.plan_step(input_batch.req_ids, scheduled, drafts, self._nwor_early)
+            # Two sums tell most steps: no request has more drafts than this, and none fewer rows than its
+            # drafts and one more.
+            rows = input_batch.num_reqs * rank.longest_window
+            full = (
+                input_batch.num_tokens == rows and input_batch.num_draft_tokens == rows - input_batch.num_reqs
+            )
+            plan = rank.plan_step(
+                input_batch.req_ids, input_batch.num_scheduled_tokens, drafts, self._nwor_early, full
+            )
         rank.begin(plan, input_batch.query_start_loc, prepared[1])
         return prepared
 

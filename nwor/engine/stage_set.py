@@ -106,8 +106,10 @@ class StageSet(Generic[Name]):
             Whether it is this set's. If not, the batch has become one of direct writes, and is counted so.
 
         """
-        window = self._window
-        assert window.batch is not None
+        window = self._rank.window
+        assert window is not None
+        batch = window.batch
+        assert batch is not None
         # A decode runs the same graph step after step, and a look-up by value costs as much as all else here.
         latest = self._latest
         if latest is None or latest[0] is not name:
@@ -115,7 +117,7 @@ class StageSet(Generic[Name]):
         sources = latest[1]
         # The graphs of `stage` write nothing, so they leave nothing for others of the same step to read.
         # Nor do they copy, as a step has to that is large or whose code takes its memory again.
-        if sources is None or window.batch.early is not None or window.batch.copy:
+        if sources is None or batch.early is not None or batch.copy:
             self._rank.go_direct("graph")
             return False
         window.adopt(sources)

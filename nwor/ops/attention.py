@@ -74,6 +74,7 @@ def verify_attention(
     kv_cache_dtype: str = "auto",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     sliding_window: int = -1,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -91,10 +92,12 @@ def verify_attention(
     allocated and no length is read on the host, so the call may be captured in a CUDA graph.
 
     Args:
-        query: [T, Hq, D], float16 or bfloat16 (on CPU also float32); last dimension contiguous, as in all of
-            query, key, value, output and lse. On CUDA D is 64, 96, 128 or 256.
-        key: [T, Hk, D], the window's keys straight from the forward pass; Hq is a multiple of Hk.
-        value: [T, Hk, D], with strides of its own.
+        query: [T, Hq, D], of key's dtype or, where the cache is fp8, quantized to float8_e4m3fn; last
+            dimension contiguous, as in all of query, key, value, output and lse. On CUDA D is 64, 96, 128 or
+            256.
+        key: [T, Hk, D], the window's keys straight from the forward pass: float16 or bfloat16 (on CPU also
+            float32), which is the source dtype. Hq is a multiple of Hk.
+        value: [T, Hk, D], of the source dtype, with strides of its own.
         key_cache: [num_blocks, block_size, Hk, D], a view with any strides. On CUDA the last dimension is
             contiguous and rows begin at multiples of 16 bytes.
         value_cache: same shape, strides of its own.
@@ -102,17 +105,19 @@ def verify_attention(
         query_start_loc: int32 [B + 1]; request i's window is rows query_start_loc[i] to query_start_loc[i +
             1]. Windows may be empty; rows beyond query_start_loc[B] are padding and left alone.
         seq_lens: int32 [>= B], context and window together. Ignored for an empty window.
-        output: [T, Hq, D], written.
+        output: [T, Hq, D], of the source dtype, written.
         workspace: uint8, at least :func:`verify_attention_workspace_size` bytes, zero-filled by its creator.
         scale: factor on the logits, positive.
         max_query_len: upper bound of the window lengths in this call, 1 to 64.
-        kv_cache_dtype: "auto" (the dtype of key), "fp8", "fp8_e4m3" or "fp8_e5m2" (caches uint8 or float8).
+        kv_cache_dtype: "auto" (the source dtype), "fp8", "fp8_e4m3" or "fp8_e5m2" (caches uint8 or float8).
         k_scale: float32 with 1 or Hk elements; dequantized = stored * scale. None stands for 1.
         v_scale: likewise for values.
+        q_scale: likewise for a float8_e4m3fn query, per KV head; None for any other query. The logits are
+            scale * q_scale * k_scale * (stored query . stored key).
         sliding_window: tokens that a query sees, itself included; -1 for all. With an ancestor mask a row's
             position is its depth in the tree: context + bits set in its mask - 1.
         softcap: softcap * tanh(logit / softcap) on the scaled logits; 0 for none.
-        sinks: [Hq], float32 or query's dtype: one more logit per head in the softmax's denominator, as in
+        sinks: [Hq], float32 or the source dtype: one more logit per head in the softmax's denominator, as in
             FlashAttention's learnable sink.
         ancestor_mask: int64 [T]; bit j of a row says whether it sees row j of its window. None is a causal
             chain.
@@ -144,6 +149,7 @@ def verify_attention(
             kv_cache_dtype,
             k_scale,
             v_scale,
+            q_scale,
             sliding_window,
             softcap,
             sinks,
@@ -174,6 +180,7 @@ def verify_attention(
         sinks,
         ancestor_mask,
         plan,
+        q_scale,
     )
 
 
@@ -224,6 +231,7 @@ def _check(
     kv_cache_dtype: str,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
     sliding_window: int,
     softcap: float,
     sinks: torch.Tensor | None,
@@ -235,7 +243,8 @@ def _check(
     device = query.device
     LIBRARIES.require(device)
     on_cuda = device.type == "cuda"
-    checks.dtype("query", query, checks.SOURCE_DTYPES[1:] if on_cuda else checks.SOURCE_DTYPES)
+    sources = checks.SOURCE_DTYPES[1:] if on_cuda else checks.SOURCE_DTYPES
+    quantized = checks.query_dtype("query", query, sources, kv_cache_dtype)
     checks.last_contiguous("query", query)
     tokens, heads, head_size = query.shape
     if on_cuda and head_size not in CUDA_HEAD_SIZES:
@@ -247,14 +256,16 @@ def _check(
         raise ValueError(
             f"query: shape is {list(query.shape)}, wanted heads in a multiple of key's {kv_heads}"
         )
+    checks.dtype("key", key, sources if quantized else query.dtype)
+    source = key.dtype
     for name, one, count in (("key", key, kv_heads), ("value", value, kv_heads), ("output", output, heads)):
         checks.tensor(name, one, dim=3)
         checks.shape(name, one, (tokens, count, head_size))
-        checks.dtype(name, one, query.dtype)
+        checks.dtype(name, one, source)
         checks.device(name, one, device)
         checks.last_contiguous(name, one)
 
-    cache_dtypes = checks.cache_dtype("kv_cache_dtype", kv_cache_dtype, query.dtype)
+    cache_dtypes = checks.cache_dtype("kv_cache_dtype", kv_cache_dtype, source)
     checks.tensor("key_cache", key_cache, dim=4)
     num_blocks, block_size = key_cache.shape[:2]
     checks.integer("key_cache: block size", block_size, 1)
@@ -284,9 +295,14 @@ def _check(
     checks.number("softcap", softcap, low=0.0)
     checks.scales("k_scale", k_scale, device, ((), (1,), (kv_heads,)))
     checks.scales("v_scale", v_scale, device, ((), (1,), (kv_heads,)))
+    if q_scale is not None and not quantized:
+        raise ValueError(
+            f"q_scale: is given, wanted None for a query of {query.dtype} (only for a float8_e4m3fn query)"
+        )
+    checks.scales("q_scale", q_scale, device, ((), (1,), (kv_heads,)))
     if sinks is not None:
         checks.tensor("sinks", sinks)
-        checks.dtype("sinks", sinks, (torch.float32, query.dtype))
+        checks.dtype("sinks", sinks, (torch.float32, source))
         checks.vector("sinks", sinks, sinks.dtype, device, size=heads)
     if ancestor_mask is not None:
         checks.vector("ancestor_mask", ancestor_mask, torch.int64, device, size=tokens)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 SOURCE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: What vLLM quantizes queries to; only beside fp8 caches.
+QUANTIZED_QUERY = torch.float8_e4m3fn
 #: vLLM's names of cache formats that the ops know; "auto" stands for the dtype of the keys.
 CACHE_DTYPES = {
     "auto": None,
@@ -88,6 +90,13 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     return value
 
 
+def boolean(name: str, value: Any) -> bool:
+    """Check a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: is {value!r} of type {type(value).__name__}, wanted a bool")
+    return value
+
+
 def number(name: str, value: Any, *, low: float | None = None) -> float:
     """Check a finite float or int."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -110,6 +119,19 @@ def cache_dtype(name: str, value: Any, source: torch.dtype) -> tuple[torch.dtype
     if value not in CACHE_DTYPES:
         raise ValueError(f"{name}: is {value!r}, wanted one of {', '.join(CACHE_DTYPES)}")
     return CACHE_DTYPES[value] or (source,)
+
+
+def query_dtype(name: str, value: torch.Tensor, sources: tuple[torch.dtype, ...], cache_name: str) -> bool:
+    """Check the dtype of queries, one of ``sources`` or quantized; return whether it is the latter."""
+    if value.dtype is not QUANTIZED_QUERY:
+        dtype(name, value, sources if cache_name == "auto" else (*sources, QUANTIZED_QUERY))
+        return False
+    if cache_name == "auto":
+        raise TypeError(
+            f"{name}: dtype is {value.dtype}, wanted that of key, as kv_cache_dtype is {cache_name!r}"
+            " (quantized queries go with fp8 caches)"
+        )
+    return True
 
 
 def tensors(name: str, value: Any, *, size: int | None = None) -> Sequence[torch.Tensor]:

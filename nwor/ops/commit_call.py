@@ -9,12 +9,18 @@ side is ``csrc/commit_call.h``.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
 from nwor.ops import checks
 from nwor.ops.layer_table import COLUMNS
 from nwor.ops.registry import LIBRARIES
+
+# Looked up once: from one commit of a running engine to the next, the processor's caches forget what lies on
+# the way through modules.
+_INT32 = torch.int32
+_current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 _SOURCES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _CACHES = {"auto": 0, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 2}
@@ -136,14 +142,14 @@ class PreparedCommit:
                 before anything is written.
 
         """
-        if rejected.dtype is not torch.int32:
+        if rejected.dtype is not _INT32:
             raise TypeError(f"rejected: dtype is {rejected.dtype}, wanted torch.int32")
         if rejected.numel() < self._batch or not rejected.is_contiguous():
             raise ValueError(f"rejected: wanted at least {self._batch} contiguous elements")
         index = rejected.get_device()
         if index != self._device:
             raise ValueError(f"rejected: is on {rejected.device}, not on the layer table's device")
-        stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else None
+        stream = _current_stream(index) if index >= 0 and _current_stream is not None else None
         message = self._launch(self._address, rejected.data_ptr(), stream)
         if message is not None:
             raise RuntimeError(f"commit: {message.decode()}")

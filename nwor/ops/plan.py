@@ -41,15 +41,16 @@ def plan_verify_attention(
     source_dtype: torch.dtype,
     kv_cache_dtype: str = "auto",
     sliding_window: int = -1,
+    quantized_query: bool = False,
 ) -> None:
     """Write ``plan``: which tiles of which request each thread block of ``verify_attention`` begins with.
 
     Without a plan every thread block of every layer finds that out from the lengths by itself, which takes
     about as long as a short context's attention. Lengths are the same in all layers of a step, so one small
     launch before the first of them serves all. The plan holds until the lengths change; a call of
-    ``verify_attention`` that it was not made for (another batch size, shape, dtype, sliding window or
-    ``max_query_len``) takes no notice of it, but **whether the lengths are those that it was made for, nobody
-    checks**. No length is read on the host, so the call may be captured in a CUDA graph.
+    ``verify_attention`` that it was not made for (another batch size, shape, dtype, the query's included,
+    sliding window or ``max_query_len``) takes no notice of it, but **whether the lengths are those that it
+    was made for, nobody checks**. No length is read on the host, so the call may be captured in a CUDA graph.
 
     Args:
         query_start_loc: int32 [B + 1], as ``verify_attention`` will get it.
@@ -60,9 +61,10 @@ def plan_verify_attention(
         num_kv_heads: KV heads.
         head_size: elements of a head.
         max_query_len: upper bound of the window lengths, 1 to 64.
-        source_dtype: dtype of query, key and value: float16 or bfloat16.
+        source_dtype: dtype of key and value, and of queries that are not quantized: float16 or bfloat16.
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
         sliding_window: tokens that a query sees, itself included; -1 for all.
+        quantized_query: whether queries are float8_e4m3fn, which takes an fp8 cache.
 
     Raises:
         TypeError, ValueError: if an argument is wrong; the message names it, what it is and what is wanted.
@@ -88,6 +90,11 @@ def plan_verify_attention(
         raise ValueError(f"source_dtype: is {source_dtype}, wanted one of {', '.join(map(str, dtypes))}")
     checks.cache_dtype("kv_cache_dtype", kv_cache_dtype, source_dtype)
     checks.sliding_window(sliding_window)
+    if checks.boolean("quantized_query", quantized_query) and kv_cache_dtype == "auto":
+        raise ValueError(
+            f"quantized_query: is True, wanted False, as kv_cache_dtype is {kv_cache_dtype!r}"
+            " (quantized queries go with fp8 caches)"
+        )
     checks.vector("plan", plan, torch.uint8, device, at_least=LIBRARIES.plan_size(device))
     _op(
         query_start_loc,
@@ -100,4 +107,5 @@ def plan_verify_attention(
         source_dtype,
         kv_cache_dtype,
         sliding_window,
+        quantized_query,
     )

@@ -24,6 +24,7 @@ def verify_attention(
     kv_cache_dtype: str = "auto",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     sliding_window: int = -1,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -33,7 +34,7 @@ def verify_attention(
     """Compute what :func:`nwor.ops.verify_attention` writes.
 
     Args:
-        query: [T, Hq, D].
+        query: [T, Hq, D], possibly quantized to float8_e4m3fn.
         key: [T, Hk, D].
         value: [T, Hk, D].
         key_cache: [num_blocks, block_size, Hk, D].
@@ -45,6 +46,7 @@ def verify_attention(
         kv_cache_dtype: "auto" or an fp8 format.
         k_scale: float32 with 1 or Hk elements, None for 1.
         v_scale: likewise.
+        q_scale: likewise, of a quantized query; one factor per KV head, not per query head.
         sliding_window: tokens that a query sees, itself included; -1 for all.
         softcap: soft cap, 0 for none.
         sinks: [Hq] or None.
@@ -61,6 +63,8 @@ def verify_attention(
     rounding = rounding or rounding_of(device)
     k_factor = _per_head(k_scale, num_kv_heads, device)
     v_factor = _per_head(v_scale, num_kv_heads, device)
+    q_factor = _per_head(q_scale, num_kv_heads, device).repeat_interleave(num_heads // num_kv_heads, dim=0)
+    queries = query.to(torch.float64) * q_factor.to(torch.float64)
     out = torch.full((tokens, num_heads, head_size), math.nan, dtype=torch.float64, device=device)
     lse = torch.full((num_heads, tokens), math.nan, dtype=torch.float64, device=device)
     for request, (start, end) in enumerate(itertools.pairwise(query_start_loc.tolist())):
@@ -74,7 +78,7 @@ def verify_attention(
         keys = torch.cat([past_k, own_k]).repeat_interleave(num_heads // num_kv_heads, dim=1)
         values = torch.cat([past_v, own_v]).repeat_interleave(num_heads // num_kv_heads, dim=1)
         visible = _visible(context, end - start, sliding_window, ancestor_mask, start).to(device)
-        logits = torch.einsum("qhd,khd->hqk", query[start:end].to(torch.float64), keys) * scale
+        logits = torch.einsum("qhd,khd->hqk", queries[start:end], keys) * scale
         if softcap > 0:
             logits = softcap * torch.tanh(logits / softcap)
         logits = logits.masked_fill(~visible, -math.inf)

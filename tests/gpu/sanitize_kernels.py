@@ -28,7 +28,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def attend(
     heads: tuple[int, int, int], windows: list[int], contexts: list[int], *, cache: str = "auto",
     block: int = BLOCK, tree: bool = False, sliding_window: int = -1, sinks: bool = False,
-    softcap: float = 0.0,
+    softcap: float = 0.0, quantized: bool = False,
 ) -> None:  # fmt: skip
     query_heads, kv_heads, size = heads
     tokens, batch = sum(windows), len(windows)
@@ -37,7 +37,7 @@ def attend(
     order = iter(torch.randperm(sum(pages)).tolist())
     for row, count in enumerate(pages):
         table[row, :count] = torch.tensor(list(itertools.islice(order, count)))
-    dtype = torch.bfloat16 if cache == "auto" else torch.float8_e4m3fn
+    dtype = {"auto": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[cache]
     caches = numbers(sum(pages), kv_heads, block, 2 * size).to(dtype).transpose(1, 2).split(size, dim=-1)
     mask = None
     if tree:
@@ -54,15 +54,16 @@ def attend(
     ops.plan_verify_attention(
         starts, lengths, plan, num_heads=query_heads, num_kv_heads=kv_heads, head_size=size,
         max_query_len=longest, source_dtype=torch.bfloat16, kv_cache_dtype=cache,
-        sliding_window=sliding_window,
+        sliding_window=sliding_window, quantized_query=quantized,
     )  # fmt: skip
+    query = numbers(tokens, query_heads, size, dtype=torch.float8_e4m3fn if quantized else torch.bfloat16)
     for given in (None, plan):
         ops.verify_attention(
-            numbers(tokens, query_heads, size), numbers(tokens, kv_heads, size),
-            numbers(tokens, kv_heads, size), *caches, table.to(DEVICE), starts, lengths,
-            numbers(tokens, query_heads, size), torch.zeros(space, dtype=torch.uint8, device=DEVICE),
+            query, numbers(tokens, kv_heads, size), numbers(tokens, kv_heads, size), *caches,
+            table.to(DEVICE), starts, lengths, numbers(tokens, query_heads, size),
+            torch.zeros(space, dtype=torch.uint8, device=DEVICE),
             scale=size**-0.5, max_query_len=longest, kv_cache_dtype=cache, k_scale=scale, v_scale=scale,
-            sliding_window=sliding_window, softcap=softcap,
+            q_scale=scale if quantized else None, sliding_window=sliding_window, softcap=softcap,
             sinks=torch.zeros(query_heads, device=DEVICE) if sinks else None, ancestor_mask=mask,
             lse=torch.zeros(query_heads, tokens, device=DEVICE), plan=given,
         )  # fmt: skip
@@ -104,14 +105,22 @@ def largest(rows: int, vocab: int, dtype: torch.dtype, offset: int) -> None:
 def main() -> None:
     for size in (64, 96, 128, 256):
         for query_heads, kv_heads in ((2, 2), (8, 2), (16, 2)):
-            for cache in ("auto", "fp8"):
-                attend((query_heads, kv_heads, size), [5, 0, 9, 1], [200, 0, 33, 700], cache=cache)
+            for cache, quantized in (("auto", False), ("fp8", False), ("fp8", True), ("fp8_e5m2", True)):
+                heads = query_heads, kv_heads, size
+                attend(heads, [5, 0, 9, 1], [200, 0, 33, 700], cache=cache, quantized=quantized)
     attend((8, 1, 128), [5], [3000])  # one request over many thread blocks
     attend((8, 8, 128), [2] * 40, [16 * (i % 7) + i for i in range(40)])  # many units to a thread block
     attend((16, 8, 64), [3] * 60, [90] * 60)
     attend((16, 1, 128), [64, 40], [100, 0])  # more rows than a thread block keeps
     attend((8, 2, 128), [5, 3], [100, 40], block=24, tree=True, sinks=True, softcap=20.0)
     attend((8, 2, 64), [5, 3], [300, 40], sliding_window=37)
+    for size in (64, 96, 128, 256):  # the same with quantized queries
+        fp8 = {"cache": "fp8", "quantized": True}
+        attend((8, 1, size), [5], [3000], **fp8)
+        attend((8, 8, size), [2] * 40, [16 * (i % 7) + i for i in range(40)], **fp8)
+        attend((16, 1, size), [64, 40], [100, 0], **fp8)
+        attend((8, 2, size), [5, 3], [100, 40], block=24, tree=True, sinks=True, softcap=20.0, **fp8)
+        attend((8, 2, size), [5, 3], [300, 40], sliding_window=37, **fp8)
     for cache, block, heads, size in (
         ("auto", 16, 2, 64),
         ("fp8", 8, 8, 32),

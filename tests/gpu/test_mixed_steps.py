@@ -107,11 +107,18 @@ def test_no_slot_of_a_rejected_token_changes(engine: Any) -> None:
 
 def test_the_most_memory_in_use_is_that_of_off(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # FlashAttention splits long contexts sooner where a batch has fewer rows, as the rows beside windows are,
-    # and then keeps partial results in float32: memory of its own that is not what is asked here.
-    from nwor.engine import attention_flash
+    # and then keeps partial results in float32: memory of its own that is not what is asked here. So it does
+    # not split in any mode.
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-    rest_of = attention_flash.rest_of
-    monkeypatch.setattr(attention_flash, "rest_of", lambda *of: replace(rest_of(*of), max_num_splits=1))
+    forward = FlashAttentionImpl.forward
+
+    def unsplit(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, *rest: Any) -> Any:
+        if metadata is not None:
+            metadata = replace(metadata, max_num_splits=1, scheduler_metadata=None)
+        return forward(self, layer, q, k, v, cache, metadata, *rest)
+
+    monkeypatch.setattr(FlashAttentionImpl, "forward", unsplit)
 
     def peak(mode: str) -> float:
         _run(engine, mode)

@@ -82,6 +82,7 @@ class AttentionCase:
     dtype: torch.dtype = torch.bfloat16
     kv_cache_dtype: str = "auto"
     per_head_scales: bool = False
+    query_scales: str | None = None  # of a query in e4m3: none, scalar, head; None: the query is in `dtype`
     layout: str = "nhd"
     sliding_window: int = -1
     softcap: float = 0.0
@@ -103,6 +104,7 @@ class AttentionCase:
             self.layout,
         ]
         parts += ["perhead"] * self.per_head_scales + ["tree"] * self.tree + ["sinks"] * bool(self.sinks)
+        parts += [f"q8{self.query_scales}"] * (self.query_scales is not None)
         parts += [f"sw{self.sliding_window}"] * (self.sliding_window > 0)
         parts += ["softcap"] * (self.softcap > 0)
         return "-".join(parts)
@@ -242,6 +244,11 @@ def attention_inputs(case: AttentionCase, device: torch.device) -> AttentionInpu
     if case.kv_cache_dtype != "auto":
         count = case.kv_heads if case.per_head_scales else 1
         scales = [(torch.rand(count, generator=generator) + 0.5).to(device) for _ in range(2)]
+    q_scale = None
+    if case.query_scales is not None:
+        query = query.to(torch.float8_e4m3fn)
+        count = {"none": 0, "scalar": 1, "head": case.kv_heads}[case.query_scales]
+        q_scale = (torch.rand(count, generator=generator) + 0.5).to(device) if count else None
     masks = None
     if case.tree:
         flat = [mask for window in case.windows for mask in random_tree_masks(window, generator)[:window]]
@@ -261,6 +268,7 @@ def attention_inputs(case: AttentionCase, device: torch.device) -> AttentionInpu
         "kv_cache_dtype": case.kv_cache_dtype,
         "k_scale": scales[0],
         "v_scale": scales[1],
+        "q_scale": q_scale,
         "sliding_window": case.sliding_window,
         "softcap": case.softcap,
         "sinks": None if case.sinks is None else normal(case.heads).to(case.sinks).to(device),

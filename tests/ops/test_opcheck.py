@@ -9,12 +9,25 @@ import torch
 
 from nwor import ops
 from tests.ops.cases import MIXED, SLOT, SlotInputs, attention_inputs, slot_inputs
+from tests.ops.quantized_cases import QUANTIZED
 from tests.ops.test_verify_attention import make_workspace
+
+#: All that opcheck does but test_schema: that one compares arguments by arithmetic, which float8 has not.
+WITHOUT_ARITHMETIC = (
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_static",
+    "test_aot_dispatch_dynamic",
+)
 
 
 @pytest.mark.parametrize(
     "case",
-    [MIXED, replace(MIXED, kv_cache_dtype="fp8", tree=True, sinks=torch.float32, with_lse=False)],
+    [
+        MIXED,
+        replace(MIXED, kv_cache_dtype="fp8", tree=True, sinks=torch.float32, with_lse=False),
+        QUANTIZED,
+    ],
     ids=str,
 )
 def test_verify_attention(case: type[MIXED], device: torch.device) -> None:
@@ -45,18 +58,22 @@ def test_verify_attention(case: type[MIXED], device: torch.device) -> None:
             a["softcap"],
             a["sinks"],
             a["ancestor_mask"],
+            None,
+            a["q_scale"],
         ),
+        test_utils=WITHOUT_ARITHMETIC if case.query_scales else "ALL",
     )
 
 
-def test_plan_verify_attention(device: torch.device) -> None:
+@pytest.mark.parametrize("last", [("auto", -1), ("fp8", -1, True)], ids=["auto", "quantized"])
+def test_plan_verify_attention(last: tuple[str | int | bool, ...], device: torch.device) -> None:
     arguments = attention_inputs(MIXED, device).arguments
     plan = ops.make_verify_plan(device)
     if plan is None:
         plan = torch.zeros(0, dtype=torch.uint8)
     torch.library.opcheck(
         torch.ops.nwor.plan_verify_attention.default,
-        (arguments["query_start_loc"], arguments["seq_lens"], plan, 8, 2, 64, 5, MIXED.dtype, "auto", -1),
+        (arguments["query_start_loc"], arguments["seq_lens"], plan, 8, 2, 64, 5, MIXED.dtype, *last),
     )
 
 

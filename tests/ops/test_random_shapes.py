@@ -28,6 +28,7 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
     batch = draw(st.integers(1, 4))
     kv_heads = draw(st.integers(1, 4))
     kv_cache_dtype = draw(st.sampled_from(["auto", "auto", *FP8]))
+    quantized = kv_cache_dtype != "auto"
     return AttentionCase(
         windows=tuple(draw(st.lists(st.integers(0, 12), min_size=batch, max_size=batch))),
         contexts=tuple(draw(st.lists(st.integers(0, 300), min_size=batch, max_size=batch))),
@@ -38,6 +39,7 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
         dtype=draw(st.sampled_from([BF16, FP16, FP32])),
         kv_cache_dtype=kv_cache_dtype,
         per_head_scales=draw(st.booleans()),
+        query_scales=draw(st.sampled_from([None, "none", "scalar", "head"])) if quantized else None,
         layout=draw(st.sampled_from(LAYOUTS)),
         sliding_window=draw(st.sampled_from([-1, -1, 1, 7, 100])),
         softcap=draw(st.sampled_from([0.0, 0.0, 10.0])),

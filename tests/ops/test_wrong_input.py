@@ -45,6 +45,7 @@ ATTENTION: list[tuple[str, Change, str]] = [
     ("query", constant([1.0]), "is list, wanted a tensor"),
     ("query", lambda t: t[0], "wanted 3 dimensions"),
     ("query", dtype_of(torch.float64), "dtype is torch.float64"),
+    ("query", dtype_of(torch.float8_e4m3fn), "wanted that of key, as kv_cache_dtype is 'auto'"),
     ("query", strided, "wanted 1 in the last dimension"),
     ("query", lambda t: t[:, :7], r"shape is \[16, 7, 64\], wanted heads in a multiple of key's 2"),
     ("key", constant(None), "is NoneType, wanted a tensor"),
@@ -92,6 +93,7 @@ ATTENTION: list[tuple[str, Change, str]] = [
     ("k_scale", constant(torch.ones(0)), r"shape is \[0\]"),
     ("v_scale", constant(torch.ones(2, dtype=torch.float64)), "dtype is torch.float64"),
     ("v_scale", constant(torch.ones(2, device="meta")), "device is meta"),
+    ("q_scale", constant(torch.ones(1)), "is given, wanted None for a query of torch.bfloat16"),
     ("sliding_window", constant(0), "is 0, wanted -1 or at least 1"),
     ("sliding_window", constant(-2), "is -2"),
     ("softcap", constant(-1.0), "is -1.0"),
@@ -153,6 +155,8 @@ PLAN: list[tuple[str, Change, str]] = [
     ("kv_cache_dtype", constant("int8"), "is 'int8', wanted one of auto, fp8"),
     ("sliding_window", constant(0), "is 0, wanted -1 or at least 1"),
     ("sliding_window", constant(-2), "is -2"),
+    ("quantized_query", constant(1), "is 1 of type int, wanted a bool"),
+    ("quantized_query", constant(True), "is True, wanted False, as kv_cache_dtype is 'auto'"),
 ]
 
 

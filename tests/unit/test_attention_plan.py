@@ -26,6 +26,7 @@ STARTS = torch.tensor([0, 4, 8], dtype=torch.int32)
 #: As vLLM has them: the slot mappings of all groups in one tensor, in the same memory in each step.
 SLOTS = torch.arange(8)[None]
 CPU = torch.device("cpu")
+DTYPE, QUANTIZED = torch.float32, torch.float8_e4m3fn
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_each_step_has_a_plan_of_its_own(written: list[Any]) -> None:
         begin(toy)
         batches.append(toy.window.batch)
         lengths = torch.tensor([20 + step, 30 + step], dtype=torch.int32)
-        assert len({id(plan.of(toy.window, STARTS, lengths)) for plan in plans}) == 1
+        assert len({id(plan.of(toy.window, DTYPE, STARTS, lengths)) for plan in plans}) == 1
         assert [seen for seen, _ in written] == [[20 + i, 30 + i] for i in range(step + 1)]
         toy.window.abort()
     assert batches[0] is batches[1]  # or this test shows nothing
@@ -86,10 +87,29 @@ def test_layers_that_attend_otherwise_have_another_plan(written: list[Any]) -> N
     begin(toy)
     lengths = torch.tensor([20, 30], dtype=torch.int32)
     for plan in plans:
-        plan.of(toy.window, STARTS, lengths)
+        plan.of(toy.window, DTYPE, STARTS, lengths)
     assert [layers["sliding_window"] for _, layers in written] == [-1, 64]
     assert written[0][1]["head_size"] == SIZE
     toy.window.abort()
+
+
+def test_the_plan_is_for_the_queries_that_came(written: list[Any]) -> None:
+    """Kernels differ with them: a plan of the others' launches would be none. Layers of a kind share one."""
+    toy = ToyLayers()
+    (plan, *_) = bind(toy, *[-1] * len(toy.names))
+    lengths = torch.tensor([20, 30], dtype=torch.int32)
+    for dtypes, wanted in (
+        ([DTYPE, DTYPE, DTYPE], [False]),
+        ([QUANTIZED, QUANTIZED, QUANTIZED], [True]),
+        ([QUANTIZED, QUANTIZED, DTYPE, QUANTIZED], [True, False, True]),
+        ([DTYPE, DTYPE], [False]),
+    ):
+        begin(toy)
+        for dtype in dtypes:
+            assert plan.of(toy.window, dtype, STARTS, lengths) is not None
+        assert [layers["quantized_query"] for _, layers in written] == wanted
+        written.clear()
+        toy.window.abort()
 
 
 def test_a_layer_attends_with_the_plan(written: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +123,33 @@ def test_a_layer_attends_with_the_plan(written: list[Any], monkeypatch: pytest.M
     rows = torch.zeros(8, 2, SIZE)
     lengths = torch.tensor([20, 30], dtype=torch.int32)
     binding.attend(rows, rows, rows, torch.zeros(2, 2, dtype=torch.int32), STARTS, lengths, rows)
-    assert seen["plan"] is plan.of(toy.window, STARTS, lengths)
+    assert seen["plan"] is plan.of(toy.window, DTYPE, STARTS, lengths)
     assert [seen for seen, _ in written] == [[20, 30]]
+    toy.window.abort()
+
+
+@pytest.mark.parametrize("scales", [None, torch.tensor([0.5, 2.0])], ids=["one", "heads"])
+def test_queries_go_to_attention_as_they_came(
+    written: list[Any], monkeypatch: pytest.MonkeyPatch, scales: torch.Tensor | None
+) -> None:
+    """Quantized ones with their scales, others without: vLLM decides layer by layer."""
+    toy = ToyLayers()
+    (plan, *_) = bind(toy, *[-1] * len(toy.names))
+    layer = toy.window.groups[0].layers[0]
+    parameters = replace(PARAMETERS, query_scales=scales)
+    binding = LayerBinding(toy.window, toy.rank.state, layer, parameters, torch.empty(0), plan)
+    seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    monkeypatch.setattr(
+        ops, "verify_attention", lambda *rows, **named: seen.append((rows[0], named["q_scale"]))
+    )
+    begin(toy)
+    rows = torch.zeros(8, 2, SIZE)
+    table, lengths = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([20, 30], dtype=torch.int32)
+    for query, wanted in ((rows.to(QUANTIZED), scales), (rows, None)):
+        binding.attend(query, rows, rows, table, STARTS, lengths, rows)
+        assert seen[-1][0] is query
+        assert seen[-1][1] is wanted
+    assert [layers["quantized_query"] for _, layers in written] == [True, False]
     toy.window.abort()
 
 
@@ -113,7 +158,7 @@ def test_outside_of_a_capture_nothing_is_planned(written: list[Any], monkeypatch
     (plan, *_) = bind(toy, *[-1] * len(toy.names))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     begin(toy)
-    assert plan.of(toy.window, STARTS, torch.tensor([20, 30], dtype=torch.int32)) is None
+    assert plan.of(toy.window, DTYPE, STARTS, torch.tensor([20, 30], dtype=torch.int32)) is None
     assert not written
     toy.window.abort()
 

@@ -63,12 +63,35 @@ def test_arrays_and_lists_say_the_same(rank: Rank) -> None:
     assert plan(rank, [3, 2], [0, 0]) is None
 
 
-def test_the_requests_of_a_plan_are_its_own(rank: Rank) -> None:
-    names = ["a", "b"]
-    made = rank.plan_step(names, [3, 2], [2, 1])
-    assert made is not None
-    names[0] = "another"
-    assert list(made.request_ids) == ["a", "b"]
+def full(rank: Rank, requests: int) -> Any:
+    names = [f"r{number}" for number in range(requests)]
+    return rank.plan_step(names, [3] * requests, [2] * requests, False, True)
+
+
+def test_a_full_step_is_known_by_its_number_of_requests(rank: Rank) -> None:
+    made = full(rank, 2)
+    assert (made.num_requests, made.num_tokens, made.draft_counts) == (2, 6, [2, 2])
+    assert full(rank, 2).known is made.known
+    assert full(rank, 3).draft_counts == [2, 2, 2]
+    assert full(rank, 2).known is made.known
+    # The numbers say the same, and others say something else.
+    assert plan(rank, [3, 3], [2, 2]).treatment == made.treatment
+    assert plan(rank).num_tokens == 5
+    assert full(rank, 2).known is made.known
+
+
+def test_a_full_step_is_planned_anew_after_a_switch_or_a_refusal(rank: Rank) -> None:
+    staged = full(rank, 2)
+    rank.state.switch(Mode.OFF)
+    assert (full(rank, 2).mode, full(rank, 2).num_requests) == (Mode.OFF, 0)
+    rank.state.switch(Mode.STAGE)
+    assert (full(rank, 2).mode, full(rank, 2).num_requests) == (Mode.STAGE, 2)
+    rank.state.fail("commit", RuntimeError("broken"))
+    assert full(rank, 2).mode is Mode.OFF
+    rank.state.switch(Mode.STAGE)
+    rank.refuse("mla")
+    assert (full(rank, 2).num_requests, full(rank, 2).direct_reason) == (0, "mla")
+    assert staged.mode is Mode.STAGE
 
 
 def test_a_switch_or_a_refusal_is_planned_anew(rank: Rank) -> None:
@@ -153,6 +176,51 @@ def test_a_replayed_window_is_committed_from_where_its_graph_left_it(rank: Rank)
     assert window._commits_of(window.batch) is not prepared[0]
 
 
+def test_a_commit_is_that_of_its_batch_and_its_graph(rank: Rank) -> None:
+    """Two graphs and two batch sizes in turns: each step's rows come from where its own graph left them."""
+    window = rank.window
+    assert window is not None
+    graphs = [
+        window.captured(
+            {
+                name: (torch.full((8, HEADS, SIZE), value), torch.full((8, HEADS, SIZE), value))
+                for name in window.layer_names
+            }
+        )
+        for value in (1.0, 2.0)
+    ]
+    starts, slots = STARTS.clone(), SLOTS.clone()
+    cache = window.groups[0].layers[0].kv_cache
+    for shape, graph in ((0, 0), (0, 1), (1, 1), (1, 1), (0, 1), (0, 0), (1, 0), (0, 0)):
+        requests, rows = ((2, [4, 5, 6, 17, 18]), (1, [4, 5, 6]))[shape]
+        made = rank.plan_step("ab"[:requests], [3, 2][:requests], [2, 1][:requests])
+        rank.begin(made, starts, slots)
+        window.adopt(graphs[graph])
+        cache.zero_()
+        rank.finish(torch.zeros(requests, dtype=torch.int32))
+        assert rank.state.fault is None
+        lines = cache.flatten(0, 1)
+        assert lines[rows].eq(graph + 1).all()
+        assert lines.count_nonzero() == lines[rows].numel()
+
+
+def test_counts_that_do_not_fit_are_a_fault_in_any_step(rank: Rank) -> None:
+    """Also in one whose commit was prepared before; its window is written directly."""
+    window = rank.window
+    assert window is not None
+    sources = {name: (torch.ones(8, HEADS, SIZE), torch.ones(8, HEADS, SIZE)) for name in window.layer_names}
+    captured = window.captured(sources)
+    cache = window.groups[0].layers[0].kv_cache
+    for counts, fault in ((torch.zeros(2), False), (torch.zeros(1), True)):
+        cache.zero_()
+        rank.begin(plan(rank), STARTS, SLOTS)
+        window.adopt(captured)
+        made = rank.finish(counts.to(torch.int32))
+        assert made is not None
+        assert (made.faulty, rank.state.fault is not None) == (fault, fault)
+        assert cache.flatten(0, 1)[[4, 5, 6, 17, 18]].eq(1).all()
+
+
 def test_what_is_remembered_is_bounded(rank: Rank) -> None:
     for number in range(3 * MOST_KNOWN):
         plan(rank, [3, 10 + number], [2, 0])
@@ -163,3 +231,14 @@ def test_one_commit_of_eight_is_timed_on_a_gpu_and_each_on_a_cpu() -> None:
     timer = CommitTimer(torch.device("cuda"))
     assert [timer.due() for _ in range(2 * EVERY)] == ([True] + [False] * (EVERY - 1)) * 2
     assert all(CommitTimer(torch.device("cpu")).due() for _ in range(EVERY))
+
+
+def test_a_timer_says_whether_something_waits_to_be_drained() -> None:
+    timer = CommitTimer(torch.device("cpu"))
+    assert not timer.waiting
+    with timer:
+        pass
+    assert timer.waiting
+    assert timer.drain()[0] == 1
+    assert not timer.waiting
+    assert timer.drain() == (0, 0.0)

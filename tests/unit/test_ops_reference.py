@@ -104,6 +104,21 @@ def test_attention_is_torchs_for_one_chain() -> None:
     torch.testing.assert_close(sunk, want * share.t()[:, :, None])
 
 
+def test_a_quantized_query_is_its_numbers_times_the_scale_of_its_kv_head() -> None:
+    generator = torch.Generator().manual_seed(0)
+    stored = torch.randn(3, 6, 32, generator=generator).to(torch.float8_e4m3fn)
+    rows, cache = torch.randn(3, 2, 32, generator=generator), torch.zeros(1, 16, 2, 32, dtype=torch.uint8)
+    rest = (rows, rows.flip(0), cache, cache, torch.zeros(1, 1, dtype=torch.int32))
+    rest += (torch.tensor([0, 3], dtype=torch.int32), torch.tensor([8], dtype=torch.int32))
+    names = {"scale": 0.2, "kv_cache_dtype": "fp8"}
+    for scale, factors in ((None, [1.0] * 6), ([0.7], [0.7] * 6), ([0.7, 3.0], [0.7] * 3 + [3.0] * 3)):
+        q_scale = None if scale is None else torch.tensor(scale)
+        got = reference.verify_attention(stored, *rest, **names, q_scale=q_scale)
+        query = stored.double() * torch.tensor(factors)[:, None].double()
+        for one, other in zip(got, reference.verify_attention(query, *rest, **names), strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def test_references_never_alias_their_arguments() -> None:
     cache = torch.zeros(2, 4, 1, 8)
     key = torch.ones(1, 1, 8)

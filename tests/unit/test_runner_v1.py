@@ -128,6 +128,7 @@ def test_a_step_is_committed_before_the_drafter_and_counted_on_arrival(toy, ahea
     assert runner.seen_by_drafter == [0, 1, 4, 5, 6, 7, 8, 9, 10]
     if ahead:
         assert toy.rank.state.windows == 0
+        runner.input_batch.req_ids.reverse()  # vLLM changes its list when it takes the next step in
         output = output.get_output()
     record = record_of(output)
     assert record is not None
