@@ -194,13 +194,17 @@ def host(files: Sequence[dict[str, Any]]) -> list[str]:
 
 def skipped(files: Sequence[dict[str, Any]], results: Sequence[Result]) -> list[str]:
     """Return what was not measured, by reason; what another file measured is not listed."""
-    measured = {(r.shape, r.k, r.context, r.batch, r.acceptance) for r in results if "stock" in r.rates}
+    measured = {
+        (kind, r.shape, r.k, r.context, r.batch, r.acceptance)
+        for r in results
+        for kind in {"stock" if mode == "stock" else "nwor" for mode in r.rates}
+    }
     reasons: dict[tuple[str, int, str, str], set[tuple[int, int, float]]] = {}
     for data in files:
         for process in data["processes"]:
             for entry in process.get("skipped", ()):
                 cell = (entry["context"], entry["batch"], entry["acceptance"])
-                if process["kind"] == "stock" and (process["shape"], process["k"], *cell) in measured:
+                if (process["kind"], process["shape"], process["k"], *cell) in measured:
                     continue
                 key = (process["shape"], process["k"], process["kind"], entry["reason"])
                 reasons.setdefault(key, set()).add(cell)

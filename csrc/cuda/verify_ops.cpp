@@ -194,7 +194,8 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
   p.is_fp8 = format.is_fp8;
   p.is_e5m2 = format.is_e5m2;
   p.fp8_query = quantized;
-  p.aligned = rows_aligned(query, quantized ? 1 : 2) && rows_aligned(key, 2) && rows_aligned(value, 2) && rows_aligned(output, 2);
+  p.aligned = rows_aligned(query, quantized ? 1 : 2) && rows_aligned(key, 2) && rows_aligned(value, 2) &&
+              rows_aligned(output, 2);
 
   check_device(kOp, "workspace", workspace, query);
   const int num_sms = multiprocessors(query.get_device_index());

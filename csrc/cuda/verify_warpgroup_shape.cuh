@@ -43,7 +43,9 @@ struct WarpgroupShape {
   static constexpr int kProbabilityBytes = kRows * 128;  // of one tile
   // A step's copies are two groups, of which what is wanted first comes first.
   static constexpr bool kValuesFirst = kKeyStages > kValueStages;
-  // Groups that may be under way when a tile's values and the next one's keys are to be there.
+  // Groups that may be under way when a tile's values, loaded kValueStages - 1 steps before, and the next one's keys,
+  // loaded kKeyStages - 1 steps before, are to be there. With room for two tiles' probabilities a step waits before it
+  // loads, else after.
   static constexpr int kPending = (kValuesFirst                ? 2 * kValueStages - 1
                                    : kKeyStages < kValueStages ? 2 * kKeyStages - 1
                                                                : 2 * kKeyStages - 2) -
