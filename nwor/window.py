@@ -45,7 +45,7 @@ class _State(Enum):
 
 
 # A member found through its class costs ten times as much as a name, and a step needs several.
-_IDLE, _OPEN, _DIRECT = _State
+_IDLE, _OPEN, _DIRECT = _State.IDLE, _State.OPEN, _State.DIRECT
 _STAGE = Mode.STAGE
 
 

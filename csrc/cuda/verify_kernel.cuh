@@ -153,8 +153,8 @@ __device__ __forceinline__ void mask_scores(const VerifyParams& p, const Segment
     }
 }
 
-// Scores as they are after soft capping, of which exponent_scale (base 2) or logit_scale still makes logits:
-// softcap * tanh(logit / softcap).
+// Scores soft-capped: softcap * tanh(logit / softcap), divided by logit_scale again, so that what follows scales them
+// like any others. exponent_scale is logit_scale for powers of two.
 template <int kRowTiles>
 __device__ __forceinline__ void soft_cap(float softcap, float logit_scale, float exponent_scale,
                                          float (&scores)[kRowTiles][4]) {

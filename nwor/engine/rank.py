@@ -217,7 +217,7 @@ class Rank:
         """Decide, from the scheduler's own record of draft tokens, what this step does.
 
         Args:
-            request_ids: the step's requests in batch order; kept, so nobody may change it from now on.
+            request_ids: the step's requests in batch order.
             query_lens: rows of each.
             draft_counts: draft tokens of each; its last rows.
             early: whether a request of the step may read what others of it write.
@@ -234,7 +234,7 @@ class Rank:
         if not known.windows:
             return None
         self.state.steps += 1
-        return StepPlan(known, request_ids, early, self._cut_short.step)
+        return StepPlan(known, list(request_ids), early, self._cut_short.step)
 
     def next_step(self, in_flight: int, freed: AbstractSet[str]) -> None:
         """Take in what the scheduler says of a step, before anything of the step is launched.

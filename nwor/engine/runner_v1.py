@@ -52,7 +52,7 @@ class NworRunnerV1(NworRunner):
         drafts = scheduled.scheduled_spec_decode_tokens
         plan = None
         if drafts:
-            request_ids = list(self.input_batch.req_ids)  # vLLM's own changes with the batch
+            request_ids = self.input_batch.req_ids
             query_lens = [scheduled.num_scheduled_tokens[request] for request in request_ids]
             draft_counts = [len(drafts.get(request, ())) for request in request_ids]
             plan = self.nwor.plan_step(request_ids, query_lens, draft_counts, takes_over_blocks(scheduled))

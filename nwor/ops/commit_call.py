@@ -17,10 +17,15 @@ from nwor.ops import checks
 from nwor.ops.layer_table import COLUMNS
 from nwor.ops.registry import LIBRARIES
 
+
+def _no_stream(index: int) -> int:
+    raise RuntimeError(f"commit: a table on CUDA device {index}, but this torch is built without CUDA")
+
+
 # Looked up once: from one commit of a running engine to the next, the processor's caches forget what lies on
 # the way through modules.
 _INT32 = torch.int32
-_current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_stream)
 
 _SOURCES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _CACHES = {"auto": 0, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 2}
@@ -149,7 +154,7 @@ class PreparedCommit:
         index = rejected.get_device()
         if index != self._device:
             raise ValueError(f"rejected: is on {rejected.device}, not on the layer table's device")
-        stream = _current_stream(index) if index >= 0 and _current_stream is not None else None
+        stream = _current_stream(index) if index >= 0 else None
         message = self._launch(self._address, rejected.data_ptr(), stream)
         if message is not None:
             raise RuntimeError(f"commit: {message.decode()}")

@@ -63,6 +63,15 @@ def test_arrays_and_lists_say_the_same(rank: Rank) -> None:
     assert plan(rank, [3, 2], [0, 0]) is None
 
 
+def test_the_requests_of_a_plan_are_its_own(rank: Rank) -> None:
+    for numbers in (([3, 2], [2, 1], False, False), ([3, 3], [2, 2], False, True)):
+        names = ["a", "b"]
+        made = rank.plan_step(names, *numbers)
+        assert made is not None
+        names[0] = "another"
+        assert list(made.request_ids) == ["a", "b"]
+
+
 def full(rank: Rank, requests: int) -> Any:
     names = [f"r{number}" for number in range(requests)]
     return rank.plan_step(names, [3] * requests, [2] * requests, False, True)
