@@ -165,10 +165,10 @@ __device__ __forceinline__ void soft_cap(float softcap, float logit_scale, float
     for (int e = 0; e < 4; ++e) scores[j][e] = outer * (1.f - __fdividef(2.f, exp2_fast(scores[j][e] * inner) + 1.f));
 }
 
-// By how many powers of two this lane's highest score exceeds its row's running maximum.
-template <int kRowTiles>
+// By how many powers of two this lane's highest score exceeds its row's running maximum: minus_maximum[j][c] lowered it.
+template <int kRowTiles, class Maxima>
 __device__ __forceinline__ float highest_excess(float scale, const float (&scores)[kRowTiles][4],
-                                                const float (&minus_maximum)[kRowTiles][2]) {
+                                                const Maxima& minus_maximum) {
   float excess = -INFINITY;
 #pragma unroll
   for (int j = 0; j < kRowTiles; ++j)

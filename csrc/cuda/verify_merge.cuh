@@ -137,9 +137,8 @@ __device__ __forceinline__ void store_quad(const VerifyParams& p, const Segment&
 }
 
 // Leaves the group's maxima and sums in shared memory.
-template <class S>
-__device__ __forceinline__ void share_stats(int group_index, int warp_row,
-                                            const float (&minus_maximum)[S::kRowTiles][2],
+template <class S, class Maxima>
+__device__ __forceinline__ void share_stats(int group_index, int warp_row, const Maxima& minus_maximum,
                                             const float (&sum)[S::kRowTiles][2], const MergeSpace<S>& space) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -182,7 +181,7 @@ __device__ __forceinline__ void merge_stats(const VerifyParams& p, const Segment
   }
 }
 
-// Adds up what kGroups groups left in shared memory, for kMergeSlices slices of the head from `begin` on: into the
+// Adds up what kMergeGroups groups left in shared memory, for kMergeSlices slices of the head from `begin` on: into the
 // output where nobody else has a part of the unit, else into shared memory (for the cluster) or the workspace.
 template <class S>
 __device__ __forceinline__ void emit_slices(const VerifyParams& p, const Segment& segment, int slot, int begin,
@@ -198,10 +197,10 @@ __device__ __forceinline__ void emit_slices(const VerifyParams& p, const Segment
     const int row = i / kQuads, position = i % kQuads * 4;
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int g = 0; g < S::kGroups; ++g) {
+    for (int g = 0; g < S::kMergeGroups; ++g) {
       const float4 part =
           *reinterpret_cast<const float4*>(merge + g * group_stride + row * S::kMergeStride + position);
-      const float weight = S::kGroups > 1 ? space.stats()[g * S::kRows + row].x : 1.f;
+      const float weight = S::kMergeGroups > 1 ? space.stats()[g * S::kRows + row].x : 1.f;
       total.x += part.x * weight;
       total.y += part.y * weight;
       total.z += part.z * weight;

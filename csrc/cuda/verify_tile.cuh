@@ -79,7 +79,8 @@ struct Shape {
   static_assert(kGroups * kMergeBytes + kSumBytes <= kRingBytes);
   static_assert(!kOverlap || kMergeBytes <= kStageBytes);
 
-  static constexpr int kStatGroups = kGroups;  // that leave statistics of their own
+  static constexpr int kMergeGroups = kGroups;  // that leave results of their own
+  static constexpr int kStatGroups = kGroups;   // and statistics
   static constexpr int kStatsOffset = kQueryBytes + kRingBytes;
   static constexpr int kRowsOffset = kStatsOffset + kGroups * kRows * 8;
   static constexpr int kOutputOffset = kRowsOffset + kRows * 8;

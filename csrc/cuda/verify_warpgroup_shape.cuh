@@ -8,16 +8,19 @@
 
 namespace nwor {
 
-// A thread block has kRowGroups warpgroups, each with 8 * kRowTiles query rows of its own; all read the same tiles.
+// A thread block has kRowGroups warpgroups, each with 8 * kRowTiles query rows of its own; all read the same tiles. Or
+// it has kTileGroups warpgroups with all of 8 * kRowTiles rows each, which take tiles in turns; then stages and room for
+// probabilities are those of each. Two row groups read every tile twice, two tile groups have two sums to add up.
 template <int kD, int kRowTiles_, int kRowGroups_, int kKeyStages_, int kValueStages_, Kind kKind_,
-          int kProbabilities_>
+          int kProbabilities_, int kTileGroups_ = 1>
 struct WarpgroupShape {
   static constexpr int kHeadSize = kD;
   static constexpr int kTile = 64;
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr int kRowGroups = kRowGroups_;
   static constexpr int kRowWarps = 4 * kRowGroups;
-  static constexpr int kGroups = 1;
+  static constexpr int kGroups = kTileGroups_;
+  static constexpr bool kInTurns = kGroups > 1;
   static constexpr int kKeyStages = kKeyStages_;
   static constexpr int kValueStages = kValueStages_;
   static constexpr int kProbabilities = kProbabilities_;  // tiles whose probabilities have room
@@ -25,10 +28,12 @@ struct WarpgroupShape {
   static constexpr bool kFp8Query = kKind == Kind::kFp8Query;
   static constexpr bool kExpandsQuery = false;
   static constexpr bool kFp8 = kKind == Kind::kFp8 || kFp8Query;
-  static_assert(kD % 64 == 0 && kValueStages >= 2 && kKeyStages >= 2 && kKeyStages + 1 >= kValueStages);
+  static_assert(kD % 64 == 0);
+  static_assert(kInTurns ? kRowGroups == 1 && kProbabilities == 1 && kKeyStages >= kValueStages && kValueStages >= 1
+                         : kValueStages >= 2 && kKeyStages >= 2 && kKeyStages + 1 >= kValueStages);
   static_assert(kProbabilities == 1 || kProbabilities == 2);
 
-  static constexpr int kThreads = 128 * kRowGroups;
+  static constexpr int kThreads = 128 * kRowGroups * kGroups;
   static constexpr int kRows = 8 * kRowTiles * kRowGroups;
   // Tiles and query rows lie in panels of at most 128 bytes of all their rows, as the matrix unit wants them.
   static constexpr int kRowBytes = kD * (kFp8 ? 1 : 2);
@@ -39,10 +44,11 @@ struct WarpgroupShape {
   static constexpr int kQueryPitch = kQueryRowBytes < 128 ? kQueryRowBytes : 128;
   static constexpr int kQueryPanelBytes = kRows * kQueryPitch;
   static constexpr int kQueryBytes = (kRows * kQueryRowBytes + 1023) / 1024 * 1024;  // where a swizzle's period begins
-  static constexpr int kRingBytes = (kKeyStages + kValueStages) * kTileBytes;
+  static constexpr int kGroupRingBytes = (kKeyStages + kValueStages) * kTileBytes;
+  static constexpr int kRingBytes = kGroups * kGroupRingBytes;
   static constexpr int kProbabilityBytes = kRows * 128;  // of one tile
   // A step's copies are two groups, of which what is wanted first comes first.
-  static constexpr bool kValuesFirst = kKeyStages > kValueStages;
+  static constexpr bool kValuesFirst = !kInTurns && kKeyStages > kValueStages;
   // Groups that may be under way when a tile's values, loaded kValueStages - 1 steps before, and the next one's keys,
   // loaded kKeyStages - 1 steps before, are to be there. With room for two tiles' probabilities a step waits before it
   // loads, else after.
@@ -52,34 +58,44 @@ struct WarpgroupShape {
                                   2 * (kProbabilities - 1);
   // The same when the query rows and the first keys are to be there.
   static constexpr int kPendingAtFirst = 2 * kKeyStages - (kValuesFirst ? 2 : 1);
+  // The same for tile groups, which load as soon as there is room, when a tile's keys or its values are to be there.
+  static constexpr int kPendingKeys = 2 * kKeyStages - 1, kPendingValues = 2 * kValueStages - 1;
   // Fewest tiles of a thread block that are worth another worker: about what joining the workers' parts costs.
   static constexpr int kMinTiles = kFp8 || kD == 64 ? 4 : kD == 128 ? 6 : 3;
 
   // A result takes the place of the last keys and the last values, which lie side by side, while the other tiles of
   // the next segment are on their way already. Where that is too little, or a cluster adds up, it has the whole ring.
+  // The sum of tile groups has the place of the last group's last values, and as much room more as it needs.
+  static constexpr int kSumStride = kD + 4;
+  static constexpr int kSumBytes = kRows * kSumStride * 4;
+  static constexpr int kSpareBytes =
+      kInTurns && kSumBytes > kTileBytes ? (kSumBytes - kTileBytes + 1023) / 1024 * 1024 : 0;
   static constexpr int merge_slices(int bytes) {
     for (int slices = kD / 16; slices > 4; slices -= 4)
       if (kD / 16 % slices == 0 && kRows * (slices * 16 + 4) * 4 <= bytes) return slices;
     return 4;
   }
-  static constexpr bool kOverlap = kRows * (4 * 16 + 4) * 4 <= 2 * kTileBytes;
-  static constexpr int kMergeSlices = merge_slices(kOverlap ? 2 * kTileBytes : kRingBytes);
+  static constexpr bool kOverlap = kInTurns || kRows * (4 * 16 + 4) * 4 <= 2 * kTileBytes;
+  static constexpr int kMergeSlices = kInTurns ? kD / 16 : merge_slices(kOverlap ? 2 * kTileBytes : kRingBytes);
   static constexpr int kMergeStride = kMergeSlices * 16 + 4;
-  static constexpr int kMergeOffset = kQueryBytes + (kOverlap ? (kKeyStages - 1) * kTileBytes : 0);
-  static constexpr int kSumStride = kD + 4;
-  static constexpr int kSumOffset = kQueryBytes;
-  static_assert(kRows * kMergeStride * 4 <= (kOverlap ? 2 * kTileBytes : kRingBytes));
-  static_assert(kRows * kSumStride * 4 <= kRingBytes);
+  static constexpr int kMergeGroups = 1;
+  static constexpr int kSumOffset = kQueryBytes + (kInTurns ? kRingBytes - kTileBytes : 0);
+  static constexpr int kMergeOffset =
+      kInTurns ? kSumOffset : kQueryBytes + (kOverlap ? (kKeyStages - 1) * kTileBytes : 0);
+  static_assert(kInTurns || kRows * kMergeStride * 4 <= (kOverlap ? 2 * kTileBytes : kRingBytes));
+  static_assert(kSumOffset + kSumBytes <= kQueryBytes + kRingBytes + kSpareBytes);
 
-  static constexpr int kProbabilityOffset = kQueryBytes + kRingBytes;
+  static constexpr int kProbabilityOffset = kQueryBytes + kRingBytes + kSpareBytes;
   // Statistics take the probabilities' place when a segment's products are done.
-  static constexpr int kStatGroups = 4;
+  static constexpr int kStatGroups = 4 * kGroups;
   static constexpr int kStatsOffset = kProbabilityOffset;
   static constexpr int kRowsOffset = kStatsOffset + kStatGroups * kRows * 8;
   static constexpr int kOutputOffset = kRowsOffset + kRows * 8;
-  static_assert(kOutputOffset + kRows * 8 <= kProbabilityOffset + kProbabilityBytes);
-  static constexpr int kFlagOffset = kProbabilityOffset + kProbabilities * kProbabilityBytes;
-  static constexpr int kControlOffset = kFlagOffset + 16;
+  static_assert(kOutputOffset + kRows * 8 <= kProbabilityOffset + kGroups * kProbabilityBytes);
+  static constexpr int kFlagOffset = kProbabilityOffset + kGroups * kProbabilities * kProbabilityBytes;
+  static constexpr int kBarrierOffset = kFlagOffset + 16;  // of each tile group
+  static constexpr int kMaximaOffset = kBarrierOffset + (kInTurns ? kGroups * 8 : 0);  // two arrays of each tile group
+  static constexpr int kControlOffset = kMaximaOffset + (kInTurns ? kGroups * 2 * kRows * 4 : 0);
   static constexpr int kTableOffset = kControlOffset + kControlBytes;
   static constexpr int kSharedBytes = kTableOffset + kTabledRequests * 8;
 
@@ -87,9 +103,21 @@ struct WarpgroupShape {
   static __device__ __forceinline__ int first_row() {  // the warpgroup's first query row
     return kRowGroups == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * 8 * kRowTiles;
   }
-  static __device__ __forceinline__ constexpr int key_offset(int slot) { return kQueryBytes + slot * kTileBytes; }
-  static __device__ __forceinline__ constexpr int value_offset(int slot) {
-    return kQueryBytes + (kKeyStages + kValueStages - 1 - slot) * kTileBytes;
+  static __device__ __forceinline__ int tile_group() { return kInTurns ? static_cast<int>(threadIdx.x / 128) : 0; }
+  static __device__ __forceinline__ int key_offset(int slot) {
+    return kQueryBytes + tile_group() * kGroupRingBytes + slot * kTileBytes;
+  }
+  static __device__ __forceinline__ int value_offset(int slot) {  // tile groups' last one comes last
+    return kQueryBytes + tile_group() * kGroupRingBytes +
+           (kInTurns ? kKeyStages + slot : kKeyStages + kValueStages - 1 - slot) * kTileBytes;
+  }
+  static __device__ __forceinline__ int maxima_offset() { return kMaximaOffset + tile_group() * 2 * kRows * 4; }
+  static __device__ __forceinline__ int exchange_offset() {  // where a tile group's warps exchange maxima
+    static_assert(!kInTurns || kGroups * kRows * 16 <= kSpareBytes);
+    return kQueryBytes + kRingBytes + tile_group() * kRows * 16;
+  }
+  static __device__ __forceinline__ int probability_offset() {
+    return kProbabilityOffset + tile_group() * kProbabilityBytes;
   }
   static __device__ __forceinline__ uint32_t key_tile(const char* shared, int slot) {
     return smem_address(shared) + key_offset(slot);
@@ -111,8 +139,9 @@ struct WarpgroupShape {
   static constexpr int kCopyWarps = kRowGroups;
   static __device__ __forceinline__ int copy_warp() { return kRowGroups == 1 ? 0 : static_cast<int>(threadIdx.x / 128); }
   static __device__ __forceinline__ int copy_token() { return warp() * 16; }
-  static constexpr int kFillThreads = kThreads;  // a tile is filled by all of them where copying cannot
-  static __device__ __forceinline__ int fill_thread() { return threadIdx.x; }
+  // Where copying cannot fill a tile, all threads do that its warps belong to.
+  static constexpr int kFillThreads = kThreads / kGroups;
+  static __device__ __forceinline__ int fill_thread() { return kInTurns ? threadIdx.x % kFillThreads : threadIdx.x; }
   static __device__ __forceinline__ int copy_offset() { return warp() * 16 * kPitch; }
   static __device__ __forceinline__ void copy(const char* rows, uint32_t stride, int valid, uint32_t tile) {
     constexpr int kChunks = kRowBytes / 16;
@@ -135,63 +164,93 @@ struct WarpgroupShape {
 };
 
 // The tiles of a segment on their way into the rings. A step makes room for the keys of tile step + kKeyStages and the
-// values of tile step + kValueStages - 1; their copies are two groups, also where nothing is left to load, so that a
-// count of groups tells what has arrived. Steps before the first fill the rings.
+// values of tile step + kValueLead; their copies are two groups, also where nothing is left to load, so that a count of
+// groups tells what has arrived. Steps before the first fill the rings. Tile groups take as many steps as the first of
+// them has tiles; one that lacks the last of them has zeros there.
 template <class S>
 struct TileQueue {
-  static constexpr int kLag = S::kKeyStages - S::kValueStages + 1;  // tiles from the keys back to the values
+  static constexpr int kValueLead = S::kInTurns ? S::kValueStages : S::kValueStages - 1;
+  static constexpr int kLag = S::kKeyStages - kValueLead;  // tiles from the keys back to the values
   Stream<S> stream;
   int2 places[kLag + 1];  // of the last keys; the newest first
 
-  // Begins a segment: on their way when this returns are the query rows and the first tiles but the last keys'.
+  // Whether the thread block has a tile for a step; the answer is the whole warp's, which tells the compiler that it does
+  // not diverge around what depends on it.
+  __device__ __forceinline__ bool exists(const Segment& segment, int step) const {
+    return __any_sync(0xffffffffu, tile_of_first(step) < segment.end);
+  }
+
+  // Begins a segment: on their way when this returns are the query rows and the first tiles but the last keys or, of
+  // tile groups, values.
   __device__ __forceinline__ void begin(const VerifyParams& p, const Segment& segment, int rank, char* shared) {
     begin_stream<S>(p, segment, rank, stream, shared);
 #pragma unroll 1
     for (int step = -S::kKeyStages; step < -1; ++step) advance(p, segment, step, shared);
-    find_keys(p, segment, -1);
-    load_values(p, segment, -1, shared);
-    if (S::kValuesFirst) copy_async_commit();
+    if constexpr (S::kInTurns) {
+      next_keys(p, segment, -1, shared);
+    } else {
+      find_keys(p, segment, -1);
+      load_values(p, segment, -1, shared);
+      if (S::kValuesFirst) copy_async_commit();
+    }
   }
 
-  __device__ __forceinline__ void load_last_keys(const VerifyParams& p, const Segment& segment, char* shared) {
-    load_keys(p, segment, -1, shared);
-    copy_async_commit();
-    if (!S::kValuesFirst) copy_async_commit();  // the values went with the keys
+  __device__ __forceinline__ void load_last(const VerifyParams& p, const Segment& segment, char* shared) {
+    if constexpr (S::kInTurns) {
+      next_values(p, segment, -1, shared);
+    } else {
+      load_keys(p, segment, -1, shared);
+      copy_async_commit();
+      if (!S::kValuesFirst) copy_async_commit();  // the values went with the keys
+    }
   }
 
   __device__ __forceinline__ void advance(const VerifyParams& p, const Segment& segment, int step, char* shared) {
-    find_keys(p, segment, step);
-    if (S::kValuesFirst) {
+    if constexpr (S::kValuesFirst) {
+      find_keys(p, segment, step);
       load_values(p, segment, step, shared);
       copy_async_commit();
-    }
-    load_keys(p, segment, step, shared);
-    copy_async_commit();
-    if (!S::kValuesFirst) {
-      load_values(p, segment, step, shared);
+      load_keys(p, segment, step, shared);
       copy_async_commit();
+    } else {
+      next_keys(p, segment, step, shared);
+      next_values(p, segment, step, shared);
     }
   }
 
+  __device__ __forceinline__ void next_keys(const VerifyParams& p, const Segment& segment, int step, char* shared) {
+    find_keys(p, segment, step);
+    load_keys(p, segment, step, shared);
+    copy_async_commit();
+  }
+
+  __device__ __forceinline__ void next_values(const VerifyParams& p, const Segment& segment, int step, char* shared) {
+    load_values(p, segment, step, shared);
+    copy_async_commit();
+  }
+
  private:
+  __device__ __forceinline__ int tile_of(int step) const { return stream.first + stream.stride * step; }
+  __device__ __forceinline__ int tile_of_first(int step) const { return tile_of(step) - S::tile_group(); }
+
   // Tiles that do not exist are not looked up, and nothing is loaded of them.
   __device__ __forceinline__ void find_keys(const VerifyParams& p, const Segment& segment, int step) {
     const int index = step + S::kKeyStages;
 #pragma unroll
     for (int i = kLag; i > 0; --i) places[i] = places[i - 1];
-    if (stream.first + stream.stride * index < min(segment.end, segment.context_tiles))
-      places[0] = find_tile<S>(p, segment, stream, index);
+    if (tile_of(index) < min(segment.end, segment.context_tiles)) places[0] = find_tile<S>(p, segment, stream, index);
   }
 
   __device__ __forceinline__ void load_keys(const VerifyParams& p, const Segment& segment, int step, char* shared) {
-    const int index = step + S::kKeyStages, tile = stream.first + stream.stride * index;
-    if (tile < segment.end) load<false>(p, segment, tile, places[0], S::key_offset(index % S::kKeyStages), shared);
+    const int index = step + S::kKeyStages;
+    if (tile_of_first(index) < segment.end)
+      load<false>(p, segment, tile_of(index), places[0], S::key_offset(index % S::kKeyStages), shared);
   }
 
   __device__ __forceinline__ void load_values(const VerifyParams& p, const Segment& segment, int step, char* shared) {
-    const int index = step + S::kValueStages - 1, tile = stream.first + stream.stride * index;
-    if (index >= 0 && tile < segment.end)
-      load<true>(p, segment, tile, places[kLag], S::value_offset(index % S::kValueStages), shared);
+    const int index = step + kValueLead;
+    if (index >= 0 && tile_of_first(index) < segment.end)
+      load<true>(p, segment, tile_of(index), places[kLag], S::value_offset(index % S::kValueStages), shared);
   }
 
   template <bool kValue>
@@ -201,7 +260,11 @@ struct TileQueue {
     const char* rows;
     uint32_t stride;
     int valid;
-    if (tile < segment.context_tiles) {
+    if (S::kInTurns && tile >= segment.end) {
+      rows = stream.key_cache;
+      stride = 0;
+      valid = 0;
+    } else if (tile < segment.context_tiles) {
       const int token = (segment.first_context_tile + tile) * S::kTile + S::copy_token();
       valid = segment.work.context - token;
       if (!p.whole_tiles) {

@@ -28,7 +28,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def attend(
     heads: tuple[int, int, int], windows: list[int], contexts: list[int], *, cache: str = "auto",
     block: int = BLOCK, tree: bool = False, sliding_window: int = -1, sinks: bool = False,
-    softcap: float = 0.0, quantized: bool = False,
+    softcap: float = 0.0, quantized: bool = False, rising: bool = False,
 ) -> None:  # fmt: skip
     query_heads, kv_heads, size = heads
     tokens, batch = sum(windows), len(windows)
@@ -39,6 +39,10 @@ def attend(
         table[row, :count] = torch.tensor(list(itertools.islice(order, count)))
     dtype = {"auto": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[cache]
     caches = numbers(sum(pages), kv_heads, block, 2 * size).to(dtype).transpose(1, 2).split(size, dim=-1)
+    if rising:  # the running maxima move in each tile
+        for row, count in enumerate(pages):
+            for page in range(count):
+                caches[0][int(table[row, page])] *= 1 + page / 4
     mask = None
     if tree:
         mask = torch.tensor([(1 << i) | 1 for w in windows for i in range(w)], device=DEVICE)
@@ -114,6 +118,9 @@ def main() -> None:
     attend((16, 1, 128), [64, 40], [100, 0])  # more rows than a thread block keeps
     attend((8, 2, 128), [5, 3], [100, 40], block=24, tree=True, sinks=True, softcap=20.0)
     attend((8, 2, 64), [5, 3], [300, 40], sliding_window=37)
+    for block in (16, 24):  # tiles in turns
+        attend((16, 2, 256), [9, 0, 6, 8] * 4, [40, 64, 9, 700] * 4, block=block, rising=True)
+    attend((8, 2, 256), [9] * 16, [300] * 16, rising=True)
     for size in (64, 96, 128, 256):  # the same with quantized queries
         fp8 = {"cache": "fp8", "quantized": True}
         attend((8, 1, size), [5], [3000], **fp8)

@@ -124,6 +124,14 @@ class AttentionCase:
 
 MIXED = AttentionCase(windows=(5, 1, 0, 3, 5), contexts=(33, 100, 7, 0, 64))
 LONG = AttentionCase(windows=(5, 2), contexts=(3000, 1))
+# Many query rows of large heads, and requests enough: warpgroups take tiles in turns; one may lack its last.
+TURNS = AttentionCase(
+    windows=(9, 5, 0, 6, 9, 1, 8, 9) * 2,
+    contexts=(40, 64, 9, 0, 130, 200, 191, 320, 0, 1, 3, 65, 600, 1000, 128, 77),
+    heads=16,
+    kv_heads=2,
+    size=256,
+)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 ATTENTION_CASES = [
@@ -151,6 +159,12 @@ ATTENTION_CASES = [
     AttentionCase(windows=(64, 1, 33), contexts=(100, 63, 65)),
     AttentionCase(windows=(64,), contexts=(500,), heads=8, kv_heads=1, size=128),
     LONG,
+    TURNS,
+    replace(TURNS, dtype=FP16, layout="hnd"),
+    replace(TURNS, block_size=24, sinks=FP32, softcap=20.0),
+    replace(TURNS, sliding_window=70),
+    replace(TURNS, tree=True),
+    replace(TURNS, windows=(5, 4, 0, 3, 2, 1, 4, 5) * 2),
     replace(LONG, dtype=FP32, layout="columns", block_size=32),
     replace(LONG, kv_heads=1, size=128, sliding_window=700),
     replace(LONG, kv_cache_dtype="fp8"),

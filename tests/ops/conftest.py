@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,3 +29,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+@pytest.fixture
+def stock_cpu() -> Any:
+    """vLLM's ops with its kernels for CPUs, which builds for GPUs are without."""
+    stock = pytest.importorskip("vllm._custom_ops")
+    if torch.version.cuda and not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+        pytest.skip("this vLLM was built without kernels for CPUs")
+    return stock

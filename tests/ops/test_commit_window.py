@@ -207,9 +207,8 @@ STOCK_CASES = [
 
 @pytest.mark.parametrize("case", STOCK_CASES, ids=str)
 @pytest.mark.parametrize("spread", [1.0, 300.0])
-def test_equals_the_stock_cpu_writer(case: SlotCase, spread: float) -> None:
+def test_equals_the_stock_cpu_writer(case: SlotCase, spread: float, stock_cpu: Any) -> None:
     """All bytes of the caches as vLLM's cpu_attn_reshape_and_cache leaves them for the same tokens."""
-    stock = pytest.importorskip("vllm._custom_ops")
     isas = stock_isas(case)
     if not isas:
         pytest.skip("vLLM has no fp8 caches on this machine's instruction set")
@@ -226,7 +225,7 @@ def test_equals_the_stock_cpu_writer(case: SlotCase, spread: float) -> None:
     accepted[~keep] = -1
     for layer, cache in enumerate(inputs.caches):
         halves = cache.view(case.blocks, case.heads, 2 * case.block_size, case.size).chunk(2, dim=2)
-        stock.cpu_attn_reshape_and_cache(
+        stock_cpu.cpu_attn_reshape_and_cache(
             inputs.keys[layer],
             inputs.values[layer],
             *halves,

@@ -7,14 +7,13 @@ windows, soft caps and sinks. fp8 is where they would part: the stock kernel see
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.ops.cases import BF16, FP16, FP32, AttentionCase, attention_inputs
 from tests.ops.test_verify_attention import run
-
-stock = pytest.importorskip("vllm._custom_ops")
 
 BASE = AttentionCase(
     windows=(5, 1, 3, 5), contexts=(33, 100, 0, 600), layout="columns", block_size=32, padding_rows=0
@@ -38,7 +37,7 @@ ROUNDING = {FP32: 3e-6, FP16: 2e-3, BF16: 8e-3}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_write_then_attend(case: AttentionCase) -> None:
+def test_equals_write_then_attend(case: AttentionCase, stock_cpu: Any) -> None:
     fp8 = case.kv_cache_dtype != "auto"
     if fp8 and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM has no fp8 caches on this machine's instruction set")
@@ -68,10 +67,10 @@ def test_equals_write_then_attend(case: AttentionCase) -> None:
     table[table > fresh] = 0
     k_scale, v_scale = (1.0 if s is None else float(s) for s in (a["k_scale"], a["v_scale"]))
     scales = {"k_scale": k_scale, "v_scale": v_scale, "kv_cache_dtype": case.kv_cache_dtype}
-    stock.cpu_attn_reshape_and_cache(
+    stock_cpu.cpu_attn_reshape_and_cache(
         a["key"], a["value"], key_cache, value_cache, torch.tensor(slots), "vec", **scales
     )
-    metadata = stock.cpu_attn_get_scheduler_metadata(
+    metadata = stock_cpu.cpu_attn_get_scheduler_metadata(
         len(case.windows),
         case.heads,
         case.kv_heads,
@@ -86,7 +85,7 @@ def test_equals_write_then_attend(case: AttentionCase) -> None:
         kv_cache_dtype=case.kv_cache_dtype,
     )
     want = torch.empty_like(got)
-    stock.cpu_attention_with_kv_cache(
+    stock_cpu.cpu_attention_with_kv_cache(
         query=a["query"],
         key_cache=key_cache,
         value_cache=value_cache,

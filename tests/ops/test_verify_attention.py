@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +20,13 @@ from nwor import ops, reference
 from tests.ops.cases import (
     ATTENTION_CASES,
     BF16,
+    FP8,
     FP32,
     LONG,
     MIXED,
     PATTERN,
     TOLERANCE,
+    TURNS,
     AttentionCase,
     AttentionInputs,
     attention_inputs,
@@ -122,6 +125,31 @@ def test_equals_reference(case: AttentionCase, device: torch.device) -> None:
     check(case, inputs)
     for buffer, old in zip(inputs.caches, before, strict=True):
         assert torch.equal(buffer.raw, old), "the op wrote to a cache"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        LONG,
+        replace(LONG, size=128, kv_heads=1),
+        replace(LONG, size=256),
+        replace(TURNS, contexts=(300, 1500) * 8),
+        replace(QUANTIZED, windows=(5, 2), contexts=(3000, 1)),
+    ],
+    ids=str,
+)
+def test_scores_that_rise_along_the_context(case: AttentionCase, device: torch.device) -> None:
+    """Each tile's scores exceed what came before, so that sums are shrunk time and again."""
+    inputs = attention_inputs(case, device)
+    key_cache, table = inputs.arguments["key_cache"], inputs.arguments["block_table"]
+    cache = key_cache if case.kv_cache_dtype == "auto" else key_cache.view(FP8[case.kv_cache_dtype])
+    for request, context in enumerate(case.contexts):
+        for page in range(context // case.block_size):
+            block = int(table[request, page])
+            grown = cache[block].float() * (1 + page * case.block_size / 64)
+            cache[block] = grown.clamp(-240, 240).to(cache.dtype)
+    run(case, inputs)
+    check(case, inputs)
 
 
 def test_window_slots_are_never_read(device: torch.device) -> None:
