@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--run-seconds", type=float, default=0.5, help="length of a run")
     parser.add_argument("--most-tokens", type=int, default=1024, help="most tokens a request gains in a run")
-    parser.add_argument("--host-steps", type=int, default=200, help="steps of the host's time; 0 for none")
+    parser.add_argument("--host-steps", type=int, default=1000, help="steps of the host's time; 0 for none")
     parser.add_argument("--capture-tokens", type=int, default=0, help="largest CUDA graph; 0 for vLLM's own")
     parser.add_argument("--cache-gib", type=float, default=40.0, help="KV cache of each engine")
     parser.add_argument("--budget-seconds", type=float, default=0, help="for everything; 0 for no limit")

@@ -249,10 +249,10 @@ def main() -> None:
         engine.turns.ask("start")
         if args.host_steps:
             try:
-                engine.record["host_time"] = host_time.measure(engine, args.host_steps)
+                host_time.measure(engine, args.host_steps)
             except Exception:
                 traceback.print_exc()
-                engine.record["host_time"] = {"error": traceback.format_exc(limit=-2)}
+                engine.record.setdefault("host_time", {})["error"] = traceback.format_exc(limit=-2)
             engine.save()
         for cells in grid.groups(args.contexts, args.batches, args.acceptances):
             try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grid import expected_tokens
+from host_time import difference
 from results import Result, geometric_mean, results_of
 
 METHOD = """\
@@ -34,14 +35,19 @@ differs from another. **Bold**: `stage` is below 1.00 by more than the
 noise. †: the batch is larger than the largest CUDA graph that vLLM captures, and its steps run without.
 ‡: some windows were written directly, against the mode."""
 HOST = """\
-Microseconds of host time a step, medians (quartiles), modes in turns of steps of one batch. `runner` is the
-model runner's `execute_model` and `sample_tokens` as wholes: preparing inputs and launching kernels. None of
-that code waits for the GPU on a single GPU; the wait for a step's results, `get_output`, is outside. `hooks`
-is NWOR's part alone: its overrides of the runner, of the graph manager's replay and of `get_output`, without
-the stock methods that they call (the wait among them) and without the timing's own cost. Layers add nothing
-in steps that replay a full CUDA graph; where a cell is marked †, there is no such graph, and what the layers
-do on the host is not in `hooks`. The last number is the time from one step to the next. Target for the
-difference: 30 at most."""
+Microseconds of host time a step: medians (quartiles), then the median time from one step to the next; runs of
+steps in turns. `busy` is all that the engine's thread does in a step, scheduler and outputs included: the
+time from one step to the next but for the wait for the device, which is one call. `cpu` is the thread's
+processor time in the same steps. `hooks` is NWOR's part of the model runner alone: its overrides of the
+runner, of the graph manager's replay and of `get_output`, without the stock methods that they call (the wait
+among them) and without the timing's own cost; what NWOR saves elsewhere is not in it. Layers add nothing in
+steps that replay a full CUDA graph; where a cell is marked †, there is no such graph, and what the layers do
+on the host is not in `hooks`. `runner` is the model runner's `execute_model` and `sample_tokens` as wholes.
+
+Differences are means over the turns of what the turns' medians differ by, ± the standard error; in brackets
+the same of the turns' means, in which rare work counts as well, and so does what interrupts a step. Without
+an error they are the difference of the medians. The error is that of this start of both processes: what one
+start differs from another by is not in it. Target for what is added to stock: 30 at most."""
 
 
 def cell_text(result: Result | None) -> str:
@@ -164,32 +170,44 @@ def host(files: Sequence[dict[str, Any]]) -> list[str]:
     """Return the table of host time; empty where none was measured."""
     lines: list[str] = []
     for data in files:
+        cells: dict[tuple[str, int, str, str], dict[str, Any]] = {}
+        failed: list[str] = []
         for process in data["processes"]:
             times = process.get("host_time") or {}
-            for name in ("runner", "hooks"):
-                modes = times.get(name, {})
-                cells = [
-                    f"{m['median']:.1f} ({m['low']:.1f}..{m['high']:.1f}) of {m['step']:.0f}"
-                    for m in (modes.get(mode) for mode in ("stock", "off", "stage"))
-                    if m is not None
-                ]
-                if not cells:
-                    continue
-                order = [mode for mode in ("stock", "off", "stage") if mode in modes]
-                text = "; ".join(f"{mode} {cell}" for mode, cell in zip(order, cells, strict=True))
-                difference = "-"
-                if "off" in modes and "stage" in modes:
-                    difference = f"{modes['stage']['median'] - modes['off']['median']:+.1f}"
-                place = f"{times['batch']} x {times['context']}, {times['acceptance']}"
-                place += " †" * (times["batch"] * (process["k"] + 1) > (process["graph_tokens"] or 1e9))
-                lines.append(
-                    f"| {process['shape']}, k={process['k']}, {place} | {name} | {text} | {difference} |"
-                )
+            name = f"{process['shape']}, k={process['k']}"
             if times.get("error"):
-                lines.append(f"| {process['shape']}, k={process['k']} | failed | {process['kind']} | - |")
+                trouble = str(times["error"]).strip().splitlines()[-1].replace("|", "/")
+                failed.append(f"| {name} | failed, {process['kind']}: {trouble} |" + " - |" * 6)
+            for timed in ("busy", "cpu", "hooks", "runner"):
+                if timed in times:
+                    place = f"{name}, {times['batch']} x {times['context']}, {times['acceptance']}"
+                    place += " †" * (times["batch"] * (process["k"] + 1) > (process["graph_tokens"] or 1e9))
+                    cells.setdefault((process["shape"], process["k"], timed, place), {}).update(times[timed])
+        for (_, _, timed, place), modes in sorted(cells.items()):
+            parts = [place, timed]
+            for mode in ("stock", "off", "stage"):
+                found = modes.get(mode)
+                text = "{median:.1f} ({low:.1f}..{high:.1f}) of {step:.0f}"
+                parts.append(text.format(**found) if found else "-")
+            pairs = (("off", "stock"), ("stage", "stock"), ("stage", "off"))
+            parts += [_difference(modes, mode, base) for mode, base in pairs]
+            lines.append("| " + " | ".join(parts) + " |")
+        lines += failed
     if not lines:
         return []
-    return ["| cell | timed | host time of step time | stage - off |", "|---|---|---|---|", *lines]
+    head = "| cell | timed | stock | off | stage | off - stock | stage - stock | stage - off |"
+    return [head, "|---|---|---|---|---|---|---|---|", *lines]
+
+
+def _difference(modes: dict[str, Any], mode: str, base: str) -> str:
+    if mode not in modes or base not in modes:
+        return "-"
+    of_medians = difference(modes[mode], modes[base])
+    if of_medians is None:
+        return f"{modes[mode]['median'] - modes[base]['median']:+.1f}"
+    text = "{:+.1f} ± {:.1f}".format(*of_medians)
+    of_means = difference(modes[mode], modes[base], "means")
+    return text if of_means is None else text + " [{:+.1f} ± {:.1f}]".format(*of_means)
 
 
 def skipped(files: Sequence[dict[str, Any]], results: Sequence[Result]) -> list[str]:

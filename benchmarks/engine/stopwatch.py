@@ -1,7 +1,8 @@
-"""Host time in chosen methods, step by step, with the time of what they replace taken off."""
+"""Host time, step by step: in chosen methods without what they replace, or in a thread without its waits."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -142,3 +143,59 @@ class Stopwatch:
     def _replace(self, cls: type, name: str, function: Function) -> None:
         self._attached.append((cls, name, vars(cls)[name]))
         setattr(cls, name, function)
+
+
+class IdleWatch:
+    """Tells what a thread does from what it waits for; a step ends with its wait.
+
+    All that the thread does between the end of a wait and the beginning of the next counts as one step's busy
+    time, whosever code it is. What the watch itself takes is three readings of clocks, alike in every engine.
+
+    Attributes:
+        label: what the steps are counted under.
+        seconds: by label, busy time of each step in seconds, on the clock of ``time.perf_counter``: what
+            others run on the processor meanwhile is in it.
+        cpu: by label, the thread's own processor time over the same span.
+        ends: by label, when each step's wait ended, on the clock of ``time.perf_counter``.
+
+    """
+
+    def __init__(self) -> None:
+        self.label = ""
+        self.seconds: dict[str, list[float]] = {}
+        self.cpu: dict[str, list[float]] = {}
+        self.ends: dict[str, list[float]] = {}
+        self._thread = threading.get_ident()
+        self._since: tuple[float, float] | None = None
+        self._attached: list[tuple[type, str, Any]] = []
+
+    def attach(self, cls: type, name: str) -> None:
+        """Take each call of a class's method in the thread that calls this for the wait of a step."""
+        original = vars(cls)[name]
+        self._attached.append((cls, name, original))
+        setattr(cls, name, self.waiting(original))
+
+    def detach(self) -> None:
+        """Put every method back."""
+        while self._attached:
+            cls, name, original = self._attached.pop()
+            setattr(cls, name, original)
+
+    def waiting(self, function: Function) -> Function:
+        """Return ``function``, whose calls are the steps' waits."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return function(*args, **kwargs)
+            busy_until, cpu_until = time.perf_counter(), time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                cpu, ended = time.thread_time(), time.perf_counter()
+                if self._since is not None:
+                    self.seconds.setdefault(self.label, []).append(busy_until - self._since[0])
+                    self.cpu.setdefault(self.label, []).append(cpu_until - self._since[1])
+                    self.ends.setdefault(self.label, []).append(ended)
+                self._since = ended, cpu
+
+        return timed

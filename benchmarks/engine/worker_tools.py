@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from stopwatch import Stopwatch
+from stopwatch import IdleWatch, Stopwatch
 
 
 class WorkerTools:
     """Mixed into the worker's class."""
 
     model_runner: Any
+    _bench_watch: Stopwatch | IdleWatch
 
     def bench_set_acceptance(self, rate: float) -> int:
         """Have each draft token accepted with chance ``rate``, given that those before it were.
@@ -32,6 +33,15 @@ class WorkerTools:
         with torch.inference_mode():
             rates.fill_(rate)
         return int(rates.numel())
+
+    def bench_watch_busy(self) -> None:
+        """Tell the thread's busy time from its waits for the device, from now on.
+
+        The only wait of a step is for the event behind its results' copy to the host (``AsyncOutput``). The
+        worker runs in the engine's process and thread, which makes it when it asks for the results.
+        """
+        watch = self._bench_watch = IdleWatch()
+        watch.attach(torch.cuda.Event, "synchronize")
 
     def bench_watch_runner(self) -> None:
         """Time the model runner's two calls of a step as wholes, from now on."""
@@ -61,14 +71,12 @@ class WorkerTools:
         self._bench_watch.label = label
 
     def bench_watch_stop(self) -> dict[str, dict[str, list[float]]]:
-        """Stop timing and return, by label, seconds of each step, those of the timing, and when it ended."""
+        """Stop timing and return by label, step by step: seconds, what the watch has beside, and the end."""
         watch = self._bench_watch
         watch.detach()
-        return {
-            label: {
-                "seconds": watch.seconds[label],
-                "timing": watch.timing[label],
-                "ends": watch.ends[label],
-            }
-            for label in watch.seconds
-        }
+        series = {"seconds": watch.seconds, "ends": watch.ends}
+        if isinstance(watch, Stopwatch):
+            series["timing"] = watch.timing
+        else:
+            series["cpu"] = watch.cpu
+        return {label: {name: values[label] for name, values in series.items()} for label in watch.seconds}

@@ -1,8 +1,9 @@
-"""The stopwatch of the benchmarks: only what an override adds counts, without the timing's own time."""
+"""The stopwatches of the benchmarks: only what an override adds counts, or what a thread is busy with."""
 
 from __future__ import annotations
 
 import importlib.util
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,31 @@ def test_what_an_override_adds(controls: bool) -> None:
     else:
         assert timing == [0, 0]
         assert all(own > added for own, added in zip(watch.seconds["a"], [15, 27], strict=True))
+
+
+class Event:
+    def wait(self) -> str:
+        CLOCK.now += 500
+        return "done"
+
+
+def test_a_thread_but_for_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CLOCK, "thread_time", lambda: 0.0, raising=False)
+    original = vars(Event)["wait"]
+    watch: Any = stopwatch.IdleWatch()
+    watch.attach(Event, "wait")
+    for label, work in (("", 1), ("a", 20), ("a", 30), ("b", 40)):
+        watch.label = label
+        CLOCK.now += work
+        assert Event().wait() == "done"
+        other = threading.Thread(target=Event().wait)  # nobody's step, but 500 of this thread's next
+        other.start()
+        other.join()
+    watch.detach()
+    assert vars(Event)["wait"] is original
+    # The first wait has none before it. A reading of the clock at each end takes half a unit.
+    assert {label: [own - 501 for own in seconds] for label, seconds in watch.seconds.items()} == {
+        "a": [20, 30],
+        "b": [40],
+    }
+    assert [len(watch.cpu["a"]), len(watch.ends["a"])] == [2, 2]

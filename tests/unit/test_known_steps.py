@@ -140,6 +140,15 @@ def test_a_batch_is_made_once_while_its_tensors_stay_where_they_are(rank: Rank) 
     assert begin(rank, query_lens=[2, 3], drafts=[1, 2]) is not batch
 
 
+def test_a_batch_of_several_keys_is_made_anew_where_they_lie_further_apart(rank: Rank) -> None:
+    memory = torch.arange(32)
+    near, far = memory.as_strided((2, 5), (8, 1)), memory.as_strided((2, 5), (16, 1))
+    batch = begin(rank, slots=near)
+    assert begin(rank, slots=near[:, :5]) is batch
+    assert begin(rank, slots=far).slots[1].tolist() == [16, 17, 18, 19, 20]
+    assert begin(rank, slots=near).slots[1].tolist() == [8, 9, 10, 11, 12]
+
+
 def test_slots_by_key_are_taken_as_they_come(rank: Rank) -> None:
     rank.begin(plan(rank), STARTS, {0: SLOTS[0]})
     rank.drop()
@@ -236,10 +245,31 @@ def test_what_is_remembered_is_bounded(rank: Rank) -> None:
     assert len(rank._planner._known) <= MOST_KNOWN
 
 
-def test_one_commit_of_eight_is_timed_on_a_gpu_and_each_on_a_cpu() -> None:
-    timer = CommitTimer(torch.device("cuda"))
-    assert [timer.due() for _ in range(2 * EVERY)] == ([True] + [False] * (EVERY - 1)) * 2
-    assert all(CommitTimer(torch.device("cpu")).due() for _ in range(EVERY))
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_one_commit_of_eight_is_timed_on_a_gpu_and_each_on_a_cpu(
+    rank: Rank, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Event:
+        """Stands for one of CUDA's."""
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            recorded.append(rank.state.steps)
+
+    recorded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    rank.timer = timer = CommitTimer(torch.device(kind))
+    monkeypatch.setattr(timer, "_add", lambda seconds: recorded.append(rank.state.steps))
+    for _ in range(2 * EVERY):
+        rank.begin(plan(rank), STARTS, SLOTS)
+        assert rank.window is not None
+        for name in rank.window.layer_names:
+            rank.window.stage(name, torch.ones(5, HEADS, SIZE), torch.ones(5, HEADS, SIZE))
+        rank.finish(torch.zeros(2, dtype=torch.int32))
+    assert rank.state.fault is None
+    assert recorded == ([*range(1, 2 * EVERY + 1)] if kind == "cpu" else [1, 1, 1 + EVERY, 1 + EVERY])
 
 
 def test_a_timer_says_whether_something_waits_to_be_drained() -> None:
