@@ -48,7 +48,6 @@ class RankState:
         capture_bytes: device memory that those graphs took.
         windows: windows since the start.
         changes: the latest changes that somebody asked for, oldest first: when, by which key, what.
-        latest_facts: what :attr:`facts` returned last; None once that no longer holds. Read only.
 
     """
 
@@ -70,11 +69,11 @@ class RankState:
     capture_bytes: int = 0
     windows: int = 0
     changes: list[dict[str, str]] = field(default_factory=list)
-    latest_facts: RankFacts | None = None
     _logged: set[str] = field(default_factory=set)
     _tally: Tally = field(default_factory=Tally)
     _waiting: deque[tuple[Treatment, bytes]] = field(default_factory=deque)
     _folding: threading.Lock = field(default_factory=threading.Lock)
+    _facts: RankFacts | None = None
 
     def switch(self, mode: Mode) -> Mode:
         """Put ``mode`` in force from the next step on and return the one before.
@@ -152,15 +151,13 @@ class RankState:
     @property
     def facts(self) -> RankFacts:
         """What rides home with each step; a new object after a switch."""
-        if self.latest_facts is None:
-            self.latest_facts = RankFacts(
-                self.mode.value, self.switches, self.engine_token_bytes, self.earlier
-            )
-        return self.latest_facts
+        if self._facts is None:
+            self._facts = RankFacts(self.mode.value, self.switches, self.engine_token_bytes, self.earlier)
+        return self._facts
 
     def forget_facts(self) -> None:
         """Have :attr:`facts` made anew: what they say has changed."""
-        self.latest_facts = None
+        self._facts = None
 
     def count(self, treatment: Treatment, sampled: bytes, windows: int) -> None:
         """Count the windows of a step.

@@ -359,8 +359,5 @@ class Window:
         self.staging = self.finished_direct = False
         self._sources = {}
         self._tables = ()
-        # A step that replays a graph has neither, and a store costs more than a look.
-        if self._logs:
-            self._logs = []
-        if self._aside:
-            self._aside = {}
+        self._logs = []
+        self._aside = {}

@@ -10,7 +10,41 @@ from typing import Any
 Function = Callable[..., Any]
 
 
-class Stopwatch:
+class Watch:
+    """What both watches have: figures of each step by label, and methods to be put back.
+
+    Attributes:
+        label: what the steps are counted under.
+        seconds: by label, host time of each step in seconds.
+        ends: by label, when each step ended, on the clock of ``time.perf_counter``.
+
+    """
+
+    #: Names of the attributes that hold figures by label.
+    series: tuple[str, ...] = ("seconds", "ends")
+
+    def __init__(self) -> None:
+        self.label = ""
+        self.seconds: dict[str, list[float]] = {}
+        self.ends: dict[str, list[float]] = {}
+        self._attached: list[tuple[type, str, Any]] = []
+
+    def detach(self) -> None:
+        """Put every method back."""
+        while self._attached:
+            cls, name, original = self._attached.pop()
+            setattr(cls, name, original)
+
+    def seen(self) -> dict[str, dict[str, list[float]]]:
+        """Return all series by label."""
+        return {label: {name: getattr(self, name)[label] for name in self.series} for label in self.seconds}
+
+    def _replace(self, cls: type, name: str, function: Function) -> None:
+        self._attached.append((cls, name, vars(cls)[name]))
+        setattr(cls, name, function)
+
+
+class Stopwatch(Watch):
     """Adds up the time in attached methods until a step ends.
 
     The timing has a time of its own, and a longer one in an engine than in a loop: between two of its calls
@@ -18,22 +52,19 @@ class Stopwatch:
     nobody overrides, timed in the same steps as if somebody did.
 
     Attributes:
-        label: what the steps are counted under.
-        seconds: by label, host time of each step in seconds; the timing's own is in it.
         timing: by label, the timing's own time in each step, as the step's controls show it; 0 without any.
-        ends: by label, when each step ended, on the clock of ``time.perf_counter``.
+            The seconds contain it.
 
     """
 
+    series = ("seconds", "timing", "ends")
+
     def __init__(self) -> None:
-        self.label = ""
-        self.seconds: dict[str, list[float]] = {}
+        super().__init__()
         self.timing: dict[str, list[float]] = {}
-        self.ends: dict[str, list[float]] = {}
         self._sum, self._calls = 0.0, 0
         self._control_sum, self._controls = 0.0, 0
         self._open: dict[str, int] = {}
-        self._attached: list[tuple[type, str, Any]] = []
 
     def attach(self, cls: type, name: str, stock: bool = False, ends_step: bool = False) -> None:
         """Time a method of a class, found as a call finds it.
@@ -73,12 +104,6 @@ class Stopwatch:
             return result
 
         self._replace(owner, name, attaching)
-
-    def detach(self) -> None:
-        """Put every method back."""
-        while self._attached:
-            cls, name, original = self._attached.pop()
-            setattr(cls, name, original)
 
     def whole(self, name: str, function: Function) -> Function:
         """Return ``function``, its time counted under ``name``."""
@@ -140,46 +165,30 @@ class Stopwatch:
 
         return last
 
-    def _replace(self, cls: type, name: str, function: Function) -> None:
-        self._attached.append((cls, name, vars(cls)[name]))
-        setattr(cls, name, function)
 
-
-class IdleWatch:
+class IdleWatch(Watch):
     """Tells what a thread does from what it waits for; a step ends with its wait.
 
     All that the thread does between the end of a wait and the beginning of the next counts as one step's busy
-    time, whosever code it is. What the watch itself takes is three readings of clocks, alike in every engine.
+    time, whosever code it is and whatever others run on the processor meanwhile. What the watch itself takes
+    is four readings of clocks, alike in every engine.
 
     Attributes:
-        label: what the steps are counted under.
-        seconds: by label, busy time of each step in seconds, on the clock of ``time.perf_counter``: what
-            others run on the processor meanwhile is in it.
         cpu: by label, the thread's own processor time over the same span.
-        ends: by label, when each step's wait ended, on the clock of ``time.perf_counter``.
 
     """
 
+    series = ("seconds", "cpu", "ends")
+
     def __init__(self) -> None:
-        self.label = ""
-        self.seconds: dict[str, list[float]] = {}
+        super().__init__()
         self.cpu: dict[str, list[float]] = {}
-        self.ends: dict[str, list[float]] = {}
         self._thread = threading.get_ident()
         self._since: tuple[float, float] | None = None
-        self._attached: list[tuple[type, str, Any]] = []
 
     def attach(self, cls: type, name: str) -> None:
-        """Take each call of a class's method in the thread that calls this for the wait of a step."""
-        original = vars(cls)[name]
-        self._attached.append((cls, name, original))
-        setattr(cls, name, self.waiting(original))
-
-    def detach(self) -> None:
-        """Put every method back."""
-        while self._attached:
-            cls, name, original = self._attached.pop()
-            setattr(cls, name, original)
+        """Take each call of a class's method in the thread that made this for the wait of a step."""
+        self._replace(cls, name, self.waiting(vars(cls)[name]))
 
     def waiting(self, function: Function) -> Function:
         """Return ``function``, whose calls are the steps' waits."""

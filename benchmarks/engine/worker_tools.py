@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from stopwatch import IdleWatch, Stopwatch
+from stopwatch import IdleWatch, Stopwatch, Watch
 
 
 class WorkerTools:
     """Mixed into the worker's class."""
 
     model_runner: Any
-    _bench_watch: Stopwatch | IdleWatch
+    _bench_watch: Watch
 
     def bench_set_acceptance(self, rate: float) -> int:
         """Have each draft token accepted with chance ``rate``, given that those before it were.
@@ -71,12 +71,6 @@ class WorkerTools:
         self._bench_watch.label = label
 
     def bench_watch_stop(self) -> dict[str, dict[str, list[float]]]:
-        """Stop timing and return by label, step by step: seconds, what the watch has beside, and the end."""
-        watch = self._bench_watch
-        watch.detach()
-        series = {"seconds": watch.seconds, "ends": watch.ends}
-        if isinstance(watch, Stopwatch):
-            series["timing"] = watch.timing
-        else:
-            series["cpu"] = watch.cpu
-        return {label: {name: values[label] for name, values in series.items()} for label in watch.seconds}
+        """Stop timing and return by label, step by step, all that was seen."""
+        self._bench_watch.detach()
+        return self._bench_watch.seen()

@@ -17,30 +17,35 @@ MOST_PENDING = 32
 class CommitTimer:
     """Times ``with`` blocks, by the host's clock on a CPU and by two events on a GPU.
 
-    Each is to be timed on a CPU, one of :data:`EVERY` on a GPU; :attr:`skips` says which.
+    Which ones are timed :meth:`due` says: each on a CPU, one of :data:`EVERY` on a GPU.
 
     Events are read in a later step, once the device has passed them; nobody waits for them.
 
     Attributes:
         waiting: whether :meth:`drain` may have something to return.
-        skips: commits to come that are not to be timed; counted down by who commits.
 
     """
 
     def __init__(self, device: torch.device) -> None:
         self.waiting = False
-        self.skips = 0
         self._events = device.type == "cuda"
         self._started = 0.0
         self._count, self._seconds = 0, 0.0
+        self._turn = 0
         self._open: torch.cuda.Event | None = None
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def due(self) -> bool:
+        """Return whether the next commit is to be timed; asked once for each."""
+        if not self._events:
+            return True
+        self._turn = (self._turn + 1) % EVERY
+        return self._turn == 1
 
     def __enter__(self) -> None:
         if not self._events:
             self._started = time.perf_counter()
             return
-        self.skips = EVERY - 1
         self._open = torch.cuda.Event(enable_timing=True)
         self._open.record()
 

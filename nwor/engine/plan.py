@@ -33,15 +33,13 @@ class KnownStep:
 
     """
 
-    __slots__ = ("_batch", "_slots", "_starts", "_stride", "query_lens", "treatment", "windows")
+    __slots__ = ("_addresses", "_batch", "query_lens", "treatment", "windows")
 
     def __init__(self, treatment: Treatment, query_lens: Sequence[int]) -> None:
         self.treatment = treatment
         self.query_lens = query_lens
         self.windows = sum(map(bool, treatment.draft_counts))
-        # Where the tensors of the batch lie, and how far the slots of one key are from the next key's.
-        self._starts = self._slots = 0
-        self._stride: int | None = None
+        self._addresses: tuple[int, int, int] | None = None
         self._batch: WindowBatch | None = None
 
     def batch(
@@ -54,22 +52,13 @@ class KnownStep:
             slots: by slot key, int64, at least [num_tokens]; or int64 [keys, at least num_tokens].
 
         """
-        starts_at = slots_at = 0
-        stride: int | None = None
+        addresses = None
         if isinstance(slots, torch.Tensor):
             # What a batch refers to is not freed, so nothing else can come to lie at these addresses.
-            starts_at, slots_at = query_start_loc.data_ptr(), slots.data_ptr()
-            known = self._batch
-            if (
-                known is not None
-                and starts_at == self._starts
-                and slots_at == self._slots
-                # The slots of a single key, the common case, begin where the tensor does.
-                and (self._stride is None or slots.stride(0) == self._stride)
-            ):
-                return known
-            if slots.shape[0] > 1:
-                stride = slots.stride(0)
+            addresses = (query_start_loc.data_ptr(), slots.data_ptr(), slots.stride(0))
+            if addresses == self._addresses:
+                assert self._batch is not None
+                return self._batch
             slots = dict(enumerate(slots))
         requests, tokens = self.treatment.num_requests, self.treatment.num_tokens
         batch = WindowBatch(
@@ -80,8 +69,8 @@ class KnownStep:
             slots={key: leading(value, tokens) for key, value in slots.items()},
             copy=self.treatment.copied_bytes > 0,
         )
-        if slots_at:
-            self._starts, self._slots, self._stride, self._batch = starts_at, slots_at, stride, batch
+        if addresses is not None:
+            self._addresses, self._batch = addresses, batch
         return batch
 
 

@@ -30,9 +30,6 @@ from nwor.state import RankState
 from nwor.tally import StepRecord
 from nwor.window import StagedLayer, Window, group_layers
 
-# A look-up in torch's module is one in a large table, far from everything else that a step needs.
-_INT32 = torch.int32
-
 #: Returns K and V views of a layer's cache, or raises Unsupported.
 CacheViews = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
 
@@ -309,20 +306,18 @@ class Rank:
         self.plan = None
         if plan is None or window is None or window.batch is None:
             return plan
-        if rejected.dtype is not _INT32:
-            rejected = rejected.to(_INT32)
+        if rejected.dtype is not torch.int32:
+            rejected = rejected.to(torch.int32)
         if window.finished_direct and plan.num_requests:
             plan.fail()
         check, self._check = self._check, None
         sources = dict(window.sources) if check is not None else {}
         try:
-            timer = self.timer
-            if timer.skips:
-                timer.skips -= 1
-                window.commit(rejected)
-            else:
-                with timer:
+            if self.timer.due():
+                with self.timer:
                     window.commit(rejected)
+            else:
+                window.commit(rejected)
         except Exception as error:
             self.state.fail("commit", error)
             window.finish_direct()
@@ -390,8 +385,7 @@ class Rank:
             raise ValueError("sampled: wanted one number for each request of the plan")
         state.count(treatment, counts, plan.known.windows)
         commits, seconds = timer.drain() if timer.waiting else (0, 0.0)
-        facts = state.latest_facts or state.facts
-        record = StepRecord(plan.request_ids, treatment, counts, facts, state.windows, commits, seconds)
+        record = StepRecord(plan.request_ids, treatment, counts, state.facts, state.windows, commits, seconds)
         if state.other_token_bytes or treatment.copied_bytes:
             windows = record.windows
             for kind in windows.values():

@@ -74,7 +74,6 @@ class NworRunner(Base):
         def counted() -> Any:
             # Else the output would refer to itself, and its tensors would wait for the garbage collector.
             del output.get_output
-            result = get_output()
-            return attach(result, self.nwor.account_sampled(plan, self._nwor_sampled(output, result)))
+            return self._nwor_account(output, get_output(), plan)
 
         output.get_output = counted
