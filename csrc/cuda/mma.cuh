@@ -92,6 +92,20 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 // Clusters of thread blocks: a barrier, and reads of another block's shared memory.
+// A counter in global memory, and with it what other thread blocks wrote before they counted.
+__device__ __forceinline__ int load_acquire(const int* counter) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+// Nanoseconds, in 32 bits.
+__device__ __forceinline__ unsigned timer_low() {
+  unsigned value;
+  asm volatile("mov.u32 %0, %globaltimer_lo;" : "=r"(value));
+  return value;
+}
+
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -8,18 +8,12 @@ namespace {
 // Columns: row tiles, warpgroups, stages of keys, of values and of probabilities, and warpgroups that take tiles in
 // turns; then blocks per multiprocessor.
 // As measured: with many rows taking tiles in turns pays where a thread block has more than a few of them, which many
-// units make likely; with fewer rows where there are units enough, but not for each multiprocessor.
-bool in_turns(const LaunchRequest& request) {
-  const int units = request.params.batch * request.params.num_kv_heads;
-  return units >= 32 && (request.rows > 40 ? request.rows <= 72 : request.rows > 24 && 2 * units < request.num_sms);
-}
-
+// units make likely.
 template <Kind kKind>
 cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 80);
-  if (in_turns(request))
-    return launch_first_fitting<Choice<WarpgroupShape<256, 5, 1, 1, 1, kKind, 1, 2>, 1>,
-                                Choice<WarpgroupShape<256, 9, 1, 1, 1, kKind, 1, 2>, 1>>(request);
+  if (request.rows > 40 && request.rows <= 72 && request.params.batch * request.params.num_kv_heads >= 32)
+    return launch<WarpgroupShape<256, 9, 1, 1, 1, kKind, 1, 2>, 1>(request);
   return launch_first_fitting<Choice<WarpgroupShape<256, 1, 1, 3, 3, kKind, 2>, 1>,
                               Choice<WarpgroupShape<256, 2, 1, 3, 3, kKind, 2>, 1>,
                               Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind, 2>, 1>,

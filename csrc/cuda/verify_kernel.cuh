@@ -6,7 +6,7 @@
 // the whole thread block until its share of a unit is done.
 #pragma once
 
-#include "verify_merge.cuh"
+#include "verify_join.cuh"
 #include "verify_stream.cuh"
 
 namespace nwor {
@@ -303,17 +303,16 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
   extern __shared__ __align__(1024) char shared[];
   const Requests<S::kRows, S::kTile> requests{p, reinterpret_cast<int2*>(shared + S::kTableOffset)};
   Control& control = *reinterpret_cast<Control*>(shared + S::kControlOffset);
-  const int rank = blockIdx.x % p.cluster;
-  begin_walk(p, requests, blockIdx.x / p.cluster, control);
+  begin_walk(p, requests, control);
   if (!control.more) return;
-  const int worker = control.walk.worker;
 
   Stream<S> stream;
   stream.ring = smem_address(shared + S::kQueryBytes + stream.group() * S::kStages * S::kStageBytes);
   const MergeSpace<S> space{shared};
-  const bool overlap = S::kOverlap && p.cluster == 1;
-  begin_segment<S>(p, control.segments[0], rank, stream, shared);
+  const bool overlap = S::kOverlap && space.cluster() == 1;
+  begin_segment<S>(p, control.segments[0], stream, shared);
   prepare_walk(p, requests, control);
+  if (threadIdx.x == 0) control.shared.worker_count = 0;
 #pragma unroll 1
   for (int turn = 0;; turn ^= 1) {
     const Segment& segment = control.segments[turn];
@@ -325,15 +324,19 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     share_stats<S>(stream.group(), stream.row(), state.minus_maximum, state.sum, space);
     __syncthreads();  // the statistics are there, and no warp reads the query rows or the ring any more
     const bool more = control.more;
-    if (overlap && more) begin_segment<S>(p, next, rank, stream, shared);
-    const int slot = 2 * worker + (worker == segment.first_worker ? 1 : 0);
+    if (overlap && more) begin_segment<S>(p, next, stream, shared);
+    const int slot = slot_of(segment, control.walk.worker);
     merge_stats<S>(p, segment, slot, space);
     add_groups<S>(p, segment, stream.group(), stream.row(), slot, state.accumulator, space);
-    if (p.cluster > 1 || segment.worker_count > 1) join_parts<S>(p, segment, worker, rank, space);
-    if (!more) return;
+    if (space.cluster() > 1) add_cluster<S>(p, segment, slot, space);
+    if (!more) {
+      if (control.shared.worker_count + segment.worker_count > 1)
+        join_units<S>(p, control.shared, segment, control.walk.worker, space);
+      return;
+    }
     if (!overlap) {
       __syncthreads();  // what the next segment's tiles overwrite has been read
-      begin_segment<S>(p, next, rank, stream, shared);
+      begin_segment<S>(p, next, stream, shared);
     }
   }
 }

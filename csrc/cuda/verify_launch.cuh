@@ -30,11 +30,11 @@ inline uint32_t plan_key(std::initializer_list<int> of) {
   return key | 1;  // never that of memory that holds zeros
 }
 
-// What a device makes of one instantiation: how many workers of each cluster size it runs at a time.
+// What a device makes of one instantiation: how many clusters of each size it runs at a time.
 struct Residency {
   cudaError_t status = cudaErrorUnknown;
   int blocks = 0;                       // per multiprocessor
-  int workers[kMaxCluster + 1] = {};    // by cluster size: 1, 2, 4, 8
+  int clusters[kMaxCluster + 1] = {};   // by size: 1, 2, 4, 8
 };
 
 inline cudaLaunchConfig_t launch_config(int blocks, int threads, int shared_bytes, int cluster,
@@ -76,29 +76,28 @@ Residency find_residency(const LaunchRequest& request) {
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found.blocks, kernel, S::kThreads, S::kSharedBytes);
   if (found.status != cudaSuccess) return found;
   found.blocks = std::min(found.blocks, kMaxBlocksPerSm);
-  found.workers[1] = found.blocks * request.num_sms;
+  found.clusters[1] = std::min(found.blocks * request.num_sms, kMaxWorkers);
   for (int cluster = 2; request.has_clusters && cluster <= kMaxCluster; cluster *= 2) {
     cudaLaunchAttribute attribute;
     const cudaLaunchConfig_t config =
-        launch_config(found.workers[1] / cluster * cluster, S::kThreads, S::kSharedBytes, cluster, &attribute, nullptr);
+        launch_config(found.clusters[1] / cluster * cluster, S::kThreads, S::kSharedBytes, cluster, &attribute, nullptr);
     int clusters = 0;
     if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess)
-      found.workers[cluster] = std::min(clusters, found.workers[1] / cluster);
+      found.clusters[cluster] = std::min(clusters, found.clusters[1] / cluster);
   }
   cudaGetLastError();  // a cluster size that does not fit is not an error
   return found;
 }
 
-// How many thread blocks add up through distributed shared memory. A unit's thread blocks are joined twice: those of
-// a cluster there, then the clusters by way of the workspace. Both joins take a step for each part or so, which is
-// least where there are as many of one as of the other. Where there are only two or so in all, one join is enough;
-// where units straddle workers, clusters would only make the balance coarser.
+// How many thread blocks of a launch can add up through distributed shared memory; whether they do, the plan decides.
+// Large clusters leave multiprocessors out, since those of a processing cluster are not always a multiple; so clusters are
+// only as large as a unit has clusters. Where units are about as many as thread blocks, pairs serve those in between.
 inline int choose_cluster(const Residency& residency, int64_t units) {
   int best = 1;
   for (int cluster = 2; cluster <= kMaxCluster; cluster *= 2) {
-    const bool square = int64_t{cluster} * cluster * units <= residency.workers[1];
-    const bool pair = cluster == 2 && residency.workers[1] < 3 * units;
-    if ((square || pair) && residency.workers[cluster] >= units) best = cluster;
+    const bool square = int64_t{cluster} * cluster * units <= residency.clusters[1];
+    const bool pair = cluster == 2 && residency.clusters[1] < 3 * units;
+    if ((square || pair) && residency.clusters[cluster] >= units) best = cluster;
   }
   return best;
 }
@@ -117,16 +116,17 @@ cudaError_t launch(const LaunchRequest& request) {
   VerifyParams p = request.params;
   const int64_t chunks = (request.rows + S::kRows - 1) / S::kRows;
   p.cluster = choose_cluster(residency, chunks * p.batch * p.num_kv_heads);
-  p.workers = residency.workers[p.cluster];
-  p.by_workers = Divisor(p.workers);
-  p.min_tiles = S::kMinTiles * S::kGroups * p.cluster;
-  p.plan_key = plan_key({p.workers, p.cluster, p.min_tiles, S::kRows, S::kTile, p.batch, p.num_kv_heads,
+  p.clusters = residency.clusters[p.cluster];
+  const int blocks = p.clusters * p.cluster;
+  p.by_blocks = Divisor(blocks);
+  p.cluster_join = S::kClusterJoin * S::kGroups;
+  p.worker_join = S::kWorkerJoin * S::kGroups;
+  p.plan_key = plan_key({p.clusters, p.cluster, p.cluster_join, p.worker_join, S::kRows, S::kTile, p.batch, p.num_kv_heads,
                          static_cast<int>(p.group.value), p.sliding_window});
   if (request.plan != nullptr) {
-    plan_kernel<S::kRows, S::kTile><<<(p.workers + 3) / 4, 128, 0, request.stream>>>(p, request.plan);
+    plan_kernel<S::kRows, S::kTile><<<(blocks + 3) / 4, 128, 0, request.stream>>>(p, request.plan);
     return cudaGetLastError();
   }
-  const int blocks = p.workers * p.cluster;
   if (int64_t{blocks} * S::kRows > int64_t{request.num_sms} * kMaxBlocksPerSm * workspace_rows(request.rows))
     return cudaErrorInvalidConfiguration;
   p.partial_output = reinterpret_cast<float*>(p.partial_stats + 2 * static_cast<int64_t>(blocks) * S::kRows);

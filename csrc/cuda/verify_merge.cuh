@@ -1,4 +1,4 @@
-// The end of a segment: what the groups, the cluster's thread blocks and the workers found becomes one result.
+// The end of a segment: what the groups of a thread block found becomes one result.
 #pragma once
 
 #include "verify_tile.cuh"
@@ -11,12 +11,17 @@ constexpr float kNoScore = -1e30f;  // the running maximum of a row that has see
 template <class S>
 struct MergeSpace {
   char* shared;
+  // Thread blocks of the worker, and this one's number among them. Kept in shared memory, not in registers.
+  __device__ __forceinline__ int cluster() const {
+    return reinterpret_cast<const Control*>(shared + S::kControlOffset)->walk.plan.cluster;
+  }
+  __device__ __forceinline__ int rank() const { return blockIdx.x % static_cast<unsigned>(cluster()); }
   __device__ __forceinline__ float* ring() const { return reinterpret_cast<float*>(shared + S::kQueryBytes); }
   __device__ __forceinline__ float* sum() const { return reinterpret_cast<float*>(shared + S::kSumOffset); }
   __device__ __forceinline__ float2* stats() const { return reinterpret_cast<float2*>(shared + S::kStatsOffset); }
   __device__ __forceinline__ float2* rows() const { return reinterpret_cast<float2*>(shared + S::kRowsOffset); }
   __device__ __forceinline__ int64_t* outputs() const { return reinterpret_cast<int64_t*>(shared + S::kOutputOffset); }
-  __device__ __forceinline__ int* flag() const { return reinterpret_cast<int*>(shared + S::kFlagOffset); }
+  __device__ __forceinline__ int* flags() const { return reinterpret_cast<int*>(shared + S::kFlagOffset); }
 };
 
 // Weighted values of four positions of a row with the row's maximum and sum; adds up in any fixed order.
@@ -35,27 +40,6 @@ struct Quad {
     maximum = higher;
   }
 };
-
-// Adds up the same four positions of several parts. Loads are batched before the first use, because they come late:
-// from another thread block's shared memory, or from what another multiprocessor wrote to the L2 cache.
-template <class Load>
-__device__ __forceinline__ Quad add_parts(int count, Load load) {
-  constexpr int kBatch = 4;
-  Quad quad;
-#pragma unroll 1
-  for (int first = 0; first < count; first += kBatch) {
-    float2 stats[kBatch];
-    float4 parts[kBatch];
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      load(min(first + k, count - 1), stats[k], parts[k]);
-      if (first + k >= count) stats[k] = make_float2(kNoScore, 0.f);
-    }
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) quad.add(stats[k], parts[k]);
-  }
-  return quad;
-}
 
 // Adds a row's sink to its maximum and sum, and writes its log-sum-exp. Returns the factor by which the weighted
 // values shrink.
@@ -159,7 +143,7 @@ __device__ __forceinline__ void share_stats(int group_index, int warp_row, const
 template <class S>
 __device__ __forceinline__ void merge_stats(const VerifyParams& p, const Segment& segment, int slot,
                                             const MergeSpace<S>& space) {
-  const bool whole = segment.worker_count == 1 && p.cluster == 1;
+  const bool whole = segment.worker_count == 1 && space.cluster() == 1;
   for (int row = threadIdx.x; row < S::kRows; row += S::kThreads) {
     float2* stats = space.stats() + row;
     float highest = kNoScore, total = 0.f;
@@ -175,7 +159,7 @@ __device__ __forceinline__ void merge_stats(const VerifyParams& p, const Segment
       total = finish_row<S::kFp8>(p, segment, row, highest, total, true);
       space.outputs()[row] = output_row(p, segment, row);
     }
-    if (!whole && p.cluster == 1)
+    if (!whole && space.cluster() == 1)
       __stcg(p.partial_stats + static_cast<int64_t>(slot) * S::kRows + row, make_float2(highest, total));
     space.rows()[row] = make_float2(highest, total);
   }
@@ -186,7 +170,7 @@ __device__ __forceinline__ void merge_stats(const VerifyParams& p, const Segment
 template <class S>
 __device__ __forceinline__ void emit_slices(const VerifyParams& p, const Segment& segment, int slot, int begin,
                                             const float* merge, int group_stride, const MergeSpace<S>& space) {
-  const bool in_cluster = p.cluster > 1;
+  const bool in_cluster = space.cluster() > 1;
   const bool whole = segment.worker_count == 1 && !in_cluster;
   const int row_limit = whole ? min(S::kRows, segment.row_count) : S::kRows;
   float* target = in_cluster ? space.sum() : p.partial_output + static_cast<int64_t>(slot) * S::kRows * S::kHeadSize;
@@ -216,8 +200,8 @@ __device__ __forceinline__ void emit_slices(const VerifyParams& p, const Segment
 
 // Where the groups leave their sums, and how far apart, in floats.
 template <class S>
-__device__ __forceinline__ float* merge_buffer(const VerifyParams& p, const MergeSpace<S>& space, int& group_stride) {
-  const bool overlap = S::kOverlap && p.cluster == 1;
+__device__ __forceinline__ float* merge_buffer(const MergeSpace<S>& space, int& group_stride) {
+  const bool overlap = S::kOverlap && space.cluster() == 1;
   group_stride = (overlap ? S::kStages * S::kStageBytes : S::kMergeBytes) / 4;
   return space.ring() + (overlap ? (S::kStages - 1) * S::kStageBytes / 4 : 0);
 }
@@ -229,7 +213,7 @@ __device__ __forceinline__ void add_groups(const VerifyParams& p, const Segment&
                                            const MergeSpace<S>& space) {
   const int lane = threadIdx.x % 32;
   int group_stride;
-  float* merge = merge_buffer<S>(p, space, group_stride);
+  float* merge = merge_buffer<S>(space, group_stride);
   float* mine = merge + group_index * group_stride + (warp_row + lane % 4 * 2) * S::kMergeStride + lane / 4 * 2;
 #pragma unroll
   for (int begin = 0; begin < S::kHeadSize / 16; begin += S::kMergeSlices) {
@@ -245,71 +229,6 @@ __device__ __forceinline__ void add_groups(const VerifyParams& p, const Segment&
     __syncthreads();
     emit_slices<S>(p, segment, slot, begin, merge, group_stride, space);
   }
-}
-
-// Joins what the cluster's thread blocks, and the unit's workers, left of a unit that nobody has whole.
-template <class S>
-__device__ __forceinline__ void join_parts(const VerifyParams& p, const Segment& segment, int worker, int rank,
-                                           const MergeSpace<S>& space) {
-  constexpr int kRowQuads = S::kHeadSize / 4;
-  constexpr int kQuads = S::kRows * kRowQuads;
-  const auto slot_of = [&](int other) { return 2 * other + (other == segment.first_worker ? 1 : 0); };
-  const int slot = slot_of(worker);
-  // A thread block of the cluster adds up, for all of them, its part of the row quads.
-  const int per_rank = (kQuads + p.cluster - 1) / p.cluster;
-  const int first_quad = rank * per_rank, end_quad = min(first_quad + per_rank, kQuads);
-  const auto stats_of = [&](int of_slot) {
-    return p.partial_stats + (static_cast<int64_t>(of_slot) * p.cluster + rank) * S::kRows;
-  };
-  const auto output_of = [&](int of_slot) {
-    return reinterpret_cast<float4*>(p.partial_output) + static_cast<int64_t>(of_slot) * kQuads;
-  };
-  if (p.cluster > 1) {
-    cluster_sync();
-    const uint32_t rows_address = smem_address(space.rows()), sum_address = smem_address(space.sum());
-#pragma unroll 1
-    for (int i = first_quad + threadIdx.x; i < end_quad; i += S::kThreads) {
-      const int row = i / kRowQuads;
-      const uint32_t quad_address = sum_address + (row * (S::kSumStride / 4) + i % kRowQuads) * 16;
-      const Quad quad = add_parts(p.cluster, [&](int other, float2& stats, float4& part) {
-        stats = cluster_load2(cluster_address(rows_address + row * 8, other));
-        part = cluster_load4(cluster_address(quad_address, other));
-      });
-      if (segment.worker_count == 1) {
-        store_quad<S>(p, segment, row, i % kRowQuads * 4, quad);
-      } else {
-        __stcg(output_of(slot) + i, quad.values);
-        __stcg(stats_of(slot) + row, make_float2(quad.maximum, quad.sum));
-      }
-    }
-  }
-  if (segment.worker_count > 1) {
-    // The last worker to leave its part adds all of them up, in their order. The ticket counts them and ends at
-    // zero again.
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      int* ticket = p.tickets + segment.first_worker * p.cluster + rank;
-      const bool last = atomicAdd(ticket, 1) == segment.worker_count - 1;
-      if (last) *ticket = 0;
-      *space.flag() = last;
-    }
-    __syncthreads();
-    if (*space.flag() != 0) {
-      __threadfence();
-#pragma unroll 1
-      for (int i = first_quad + threadIdx.x; i < end_quad; i += S::kThreads) {
-        const int row = i / kRowQuads;
-        const Quad quad = add_parts(segment.worker_count, [&](int other, float2& stats, float4& part) {
-          const int from = slot_of(segment.first_worker + other);
-          stats = __ldcg(stats_of(from) + row);
-          part = __ldcg(output_of(from) + i);
-        });
-        store_quad<S>(p, segment, row, i % kRowQuads * 4, quad);
-      }
-    }
-  }
-  if (p.cluster > 1) cluster_sync();  // the others have read this block's shared memory
 }
 
 }  // namespace nwor

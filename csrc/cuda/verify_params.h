@@ -57,14 +57,15 @@ struct VerifyParams {
   uint32_t key_block_bytes, key_token_bytes, value_block_bytes, value_token_bytes;
   Divisor group;          // query heads per KV head
   Divisor block;          // block_size
-  Divisor by_workers;     // workers
+  Divisor by_blocks;      // thread blocks
   int* tickets;           // one per thread block, zero between launches
   float2* partial_stats;  // [2 * thread blocks, rows] maximum and sum
   float* partial_output;  // [2 * thread blocks, rows, D]
-  int cluster;            // thread blocks per worker
-  int workers;            // clusters
-  int min_tiles;          // fewest tiles worth a worker of their own
-  const PlanEntry* plan;  // one per worker, or null: then each thread block plans for itself
+  int cluster;            // thread blocks per cluster
+  int clusters;
+  int cluster_join;       // half tiles that take a thread block as long as adding up a cluster's parts does
+  int worker_join;        // and as adding up those of workers
+  const PlanEntry* plan;  // one per thread block, or null: then each thread block plans for itself
   uint32_t plan_key;      // what a plan's entries carry if they were made for such a launch
 };
 

@@ -3,10 +3,10 @@
 //
 // A unit is one request's window for one KV head (and one chunk of query rows, where a window has more rows
 // than a thread block keeps). A unit's work is a row of tiles: the context's, then the window's. Where there are
-// no more units than workers, each unit is cut into pieces of one length (the last may be shorter), at most one
-// piece per worker. Otherwise the units' tiles in a row are cut into equal shares, and a unit may straddle workers.
-// Each KV head has a row and workers of its own where that leaves few idle: the heads of a cache block, which lie side
-// by side, are then read at about the same time.
+// no more units than thread blocks, units stay whole, or each is cut into pieces of one length (the last may be shorter),
+// at most one piece per worker: what takes the longest one least time, joining included. Otherwise the units' tiles in a
+// row are cut into equal shares, and a unit may straddle workers. Each KV head has a row and workers of its own
+// where that leaves few idle: the heads of a cache block, which lie side by side, are then read at about the same time.
 #pragma once
 
 #include "verify_params.h"
@@ -121,15 +121,34 @@ struct Requests {
 
 struct Plan {
   int share;    // tiles per worker, or per piece
-  bool pieces;  // units are cut into pieces
+  bool pieces;  // units are cut into pieces, or are whole
   int total;    // tiles of a row
   int rows;     // of units: one for each KV head, or one for all
   int workers;  // of a row
+  int cluster;  // thread blocks of a worker: one, or those of a cluster
 };
 
 // Pieces may be a sixth longer than an even share; beyond that, straddling is cheaper.
 __device__ __forceinline__ int longest_piece(int even) { return even + even / 6 + 1; }
 __device__ __forceinline__ int next_share(int share) { return share + max(share / 24, 1); }
+
+// The shortest pieces of one length, from an even share on, that are no more than workers; 0 where even the longest are.
+template <int kRows, int kTile>
+__device__ __forceinline__ int piece_length(const VerifyParams& p, const Requests<kRows, kTile>& requests, int even,
+                                            int workers) {
+  const int limit = longest_piece(even);
+#pragma unroll 1
+  for (int share = even; share <= limit; share = next_share(share)) {
+    int pieces = 0;
+#pragma unroll 1
+    for (int base = 0; base < p.batch; base += 32) {
+      const RequestWork work = requests.get(base + static_cast<int>(threadIdx.x % 32));
+      pieces += requests.units(work) * divide_up(work.tiles, share);
+    }
+    if (__reduce_add_sync(0xffffffffu, pieces) <= workers) return share;
+  }
+  return 0;
+}
 
 // Called by whole warps; every warp finds the same plan.
 template <int kRows, int kTile>
@@ -147,44 +166,46 @@ __device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<
   }
   head_units = __reduce_add_sync(0xffffffffu, head_units);
   head_total = __reduce_add_sync(0xffffffffu, head_total);
+  longest = __reduce_max_sync(0xffffffffu, longest);
+  shortest = __reduce_min_sync(0xffffffffu, shortest);
   int units = head_units * p.num_kv_heads;
-  const int total = head_total * p.num_kv_heads;
-  const int even = max(divide(total + p.workers - 1, p.by_workers), 1);
-  Plan plan{even, false, total, 1, p.workers};
-  if (units <= p.workers) {
-    int share = max(even, p.min_tiles);
-    const int limit = max(share, longest_piece(even));
-#pragma unroll 1
-    while (share <= limit) {
-      int pieces = 0;
-#pragma unroll 1
-      for (int base = 0; base < p.batch; base += 32) {
-        const RequestWork work = requests.get(base + lane);
-        pieces += requests.units(work) * divide_up(work.tiles, share);
-      }
-      if (__reduce_add_sync(0xffffffffu, pieces) <= p.workers) {
-        plan.share = share;
-        plan.pieces = true;
-        break;
-      }
-      share = next_share(share);
+  const int total = head_total * p.num_kv_heads, blocks = p.clusters * p.cluster;
+  const int even = max(divide(total + blocks - 1, p.by_blocks), 1);
+  if (units <= blocks) {
+    // Whole units, or pieces for thread blocks, or a cluster for each unit or piece: what takes the longest unit least time,
+    // in half tiles.
+    Plan plan{longest, true, total, 1, blocks, 1};
+    int least = 2 * longest;
+    const auto consider = [&](int cost, int share, bool pieces, int cluster) {
+      if (share <= 0 || cost >= least) return;
+      least = cost;
+      plan = Plan{share, pieces, total, 1, cluster > 1 ? p.clusters : blocks, cluster};
+    };
+    const int piece = piece_length(p, requests, even, blocks);
+    consider(2 * piece + p.worker_join, piece, true, 1);
+    if (piece == 0) consider(2 * even + 2 * p.worker_join, even, false, 1);
+    if (p.cluster > 1 && units <= p.clusters) {
+      consider(2 * divide_up(longest, p.cluster) + p.cluster_join, longest, true, p.cluster);
+      const int share = piece_length(p, requests, even * p.cluster, p.clusters);
+      consider(2 * divide_up(share, p.cluster) + p.cluster_join + p.worker_join, share, true, p.cluster);
     }
-  } else {
-    longest = __reduce_max_sync(0xffffffffu, longest);
-    shortest = __reduce_min_sync(0xffffffffu, shortest);
-    int idle;
-    const int of_head = divide_small(p.workers, p.num_kv_heads, idle);
-    if (16 * idle <= p.workers) {
-      plan.rows = p.num_kv_heads;
-      plan.workers = of_head;
-      plan.total = head_total;
-      plan.share = max((head_total + of_head - 1) / of_head, 1);
-      units = head_units;
-    }
-    const int whole = divide_up(units, plan.workers) * longest;
-    const int join = kTile == kTileTokens ? p.min_tiles : 2 * p.min_tiles;  // what joining parts costs
-    if (longest == shortest && whole <= plan.share + min(plan.share / 16, join)) plan.share = whole;
+    return plan;
   }
+  Plan plan{even, false, total, 1, blocks, 1};
+  int idle;
+  const int of_head = divide_small(blocks, p.num_kv_heads, idle);
+  if (16 * idle <= blocks) {
+    plan.rows = p.num_kv_heads;
+    plan.workers = of_head;
+    plan.total = head_total;
+    plan.share = max((head_total + of_head - 1) / of_head, 1);
+    units = head_units;
+  }
+  const int whole = divide_up(units, plan.workers) * longest;
+  // As measured: what joining parts costs, or what little it costs to leave some thread blocks without work where memory is
+  // the limit.
+  const int slack = kTile == kTileTokens ? p.worker_join / 2 : 32;
+  if (longest == shortest && whole <= plan.share + min(plan.share / 16, slack)) plan.share = whole;
   return plan;
 }
 

@@ -1,7 +1,7 @@
 // The tiles of a segment on their way into a group's ring.
 #pragma once
 
-#include "verify_tile.cuh"
+#include "verify_merge.cuh"
 
 namespace nwor {
 
@@ -87,13 +87,14 @@ __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& 
 
 // A segment's first tile, and its query rows on their way.
 template <class S>
-__device__ __forceinline__ void begin_stream(const VerifyParams& p, const Segment& segment, int rank, Stream<S>& stream,
+__device__ __forceinline__ void begin_stream(const VerifyParams& p, const Segment& segment, Stream<S>& stream,
                                              char* shared) {
   constexpr int kElement = S::kFp8 ? 1 : 2;
   stream.key_cache = static_cast<const char*>(p.key_cache) + segment.head * p.key_cache_head * kElement;
   stream.value_cache = static_cast<const char*>(p.value_cache) + segment.head * p.value_cache_head * kElement;
-  stream.stride = p.cluster * S::kGroups;
-  stream.first = segment.tile + rank * S::kGroups + stream.group();
+  const MergeSpace<S> space{shared};
+  stream.stride = space.cluster() * S::kGroups;
+  stream.first = segment.tile + space.rank() * S::kGroups + stream.group();
   stream.looked_up = 0;
   stream.block = stream.offset = 0;
   look_up<S>(p, segment, stream, 0, stream.block, stream.offset);
@@ -104,9 +105,9 @@ __device__ __forceinline__ void begin_stream(const VerifyParams& p, const Segmen
 
 // Begins a segment: the query rows and the first tiles are on their way when this returns.
 template <class S>
-__device__ __forceinline__ void begin_segment(const VerifyParams& p, const Segment& segment, int rank,
-                                              Stream<S>& stream, char* shared) {
-  begin_stream<S>(p, segment, rank, stream, shared);
+__device__ __forceinline__ void begin_segment(const VerifyParams& p, const Segment& segment, Stream<S>& stream,
+                                              char* shared) {
+  begin_stream<S>(p, segment, stream, shared);
 #pragma unroll 1
   for (int step = 0; step < S::kStages - 1; ++step) {
     load_tile<S>(p, segment, stream, step, step, shared);

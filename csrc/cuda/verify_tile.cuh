@@ -105,7 +105,8 @@ struct Shape {
   static __device__ __forceinline__ int fill_thread() { return threadIdx.x % kFillThreads; }
 
   static constexpr int kSumStride = kD;  // floats from row to row of the sum
-  static constexpr int kMinTiles = 6;    // fewest tiles of a group that are worth another worker
+  // Half tiles of a group that take as long as adding up the parts of a cluster, or those of workers; as measured.
+  static constexpr int kClusterJoin = 2, kWorkerJoin = 11;
 };
 
 // The address `distance` chunks further along a row. `at` is that of a chunk below `distance`, swizzle included; for

@@ -112,7 +112,7 @@ __device__ __forceinline__ void attend_in_turns(const VerifyParams& p, const Seg
 }
 
 // Adds the groups' results up in shared memory and, where no cluster does more with the sum, passes it on. Each group
-// leaves its part of one half of the head, then adds its part of the other.
+// leaves its part of one half of the head, then adds its part of the other. Sums for the workspace go there at once.
 template <class S>
 __device__ __forceinline__ void pass_sum(const VerifyParams& p, const Segment& segment, int slot,
                                          const float (&accumulator)[S::kHeadSize / 64][S::kRowTiles][4],
@@ -120,8 +120,10 @@ __device__ __forceinline__ void pass_sum(const VerifyParams& p, const Segment& s
   static_assert(S::kGroups == 2);
   constexpr int kBlocks = S::kHeadSize / 64;
   const int lane = threadIdx.x % 32, group = S::tile_group();
-  const int row = lane % 4 * 2;
-  float* sum = space.sum() + row * S::kSumStride + S::warp() * 16 + lane / 4 * 2;
+  const int row = lane % 4 * 2, column = S::warp() * 16 + lane / 4 * 2;
+  const bool alone = space.cluster() == 1, for_others = alone && segment.worker_count > 1;
+  float* sum = space.sum() + row * S::kSumStride + column;
+  float* target = p.partial_output + (static_cast<int64_t>(slot) * S::kRows + row) * S::kHeadSize + column;
   const float2* stats = space.stats() + 4 * group * S::kRows + row;
 #pragma unroll
   for (int turn = 0; turn < 2; ++turn) {
@@ -139,12 +141,16 @@ __device__ __forceinline__ void pass_sum(const VerifyParams& p, const Segment& s
             const float2 other = *to;
             part = make_float2(part.x + other.x, part.y + other.y);
           }
-          *to = part;
+          if (turn == 1 && for_others) {
+            __stcg(reinterpret_cast<float2*>(target + (8 * j + e) * S::kHeadSize + b * 64), part);
+          } else {
+            *to = part;
+          }
         }
     }
     __syncthreads();
   }
-  if (p.cluster == 1) emit_slices<S>(p, segment, slot, 0, space.sum(), 0, space);
+  if (alone && !for_others) emit_slices<S>(p, segment, slot, 0, space.sum(), 0, space);
 }
 
 }  // namespace nwor

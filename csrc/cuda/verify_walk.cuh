@@ -34,6 +34,7 @@ struct Control {
   Walk walk;
   int more;             // the segment after the current one exists
   uint32_t key;         // of the plan that this was read from
+  Segment shared;       // an earlier segment whose unit other workers have parts of; worker_count is 0 where there is none
 };
 constexpr int kControlBytes = (sizeof(Control) + 15) / 16 * 16;
 
@@ -45,7 +46,7 @@ struct PlanEntry {
   uint32_t key;
 };
 constexpr int kPlanWords = sizeof(PlanEntry) / 4, kSegmentWords = sizeof(Segment) / 4;
-static_assert(kPlanWords <= 32 && sizeof(Control) == sizeof(PlanEntry) + sizeof(Segment));
+static_assert(kPlanWords <= 32 && sizeof(Control) == sizeof(PlanEntry) + 2 * sizeof(Segment));
 
 // Finds the next segment; `segment` holds the request and its work of the one before. False where nothing is left.
 template <int kRows, int kTile>
@@ -98,12 +99,12 @@ __device__ __forceinline__ bool next_segment(const VerifyParams& p, const Reques
   return false;
 }
 
-// The first segment of a worker, which `cluster` is the number of; false where it has none. Called by a whole warp.
+// The first segment of a thread block's worker; false where it has none. Called by a whole warp.
 template <int kRows, int kTile>
-__device__ __forceinline__ bool first_segment(const VerifyParams& p, const Requests<kRows, kTile>& requests, int cluster,
+__device__ __forceinline__ bool first_segment(const VerifyParams& p, const Requests<kRows, kTile>& requests, int block,
                                               Walk& walk, Segment& segment) {
   walk.plan = make_plan(p, requests);
-  const int worker = divide_small(cluster, walk.plan.rows, walk.row);  // of the row
+  const int worker = divide_small(block / walk.plan.cluster, walk.plan.rows, walk.row);  // of the row
   if (worker >= walk.plan.workers) return false;
   walk.first_worker = walk.row * walk.plan.workers;
   walk.worker = walk.first_worker + worker;
@@ -116,16 +117,16 @@ __device__ __forceinline__ bool first_segment(const VerifyParams& p, const Reque
   return next_segment(p, requests, walk, segment);
 }
 
-// Begins a worker's way: read from the plan, if there is one for such a launch, or found by the first warp. Called by
+// Begins a thread block's way: read from the plan, if there is one for such a launch, or found by the first warp. Called by
 // the whole thread block.
 template <int kRows, int kTile>
-__device__ __forceinline__ void begin_walk(const VerifyParams& p, const Requests<kRows, kTile>& requests, int cluster,
+__device__ __forceinline__ void begin_walk(const VerifyParams& p, const Requests<kRows, kTile>& requests,
                                            Control& control) {
   if (p.plan != nullptr) {
     const int word = threadIdx.x;
     if (word < kPlanWords)
       reinterpret_cast<int*>(&control)[word < kSegmentWords ? word : word + kSegmentWords] =
-          __ldg(reinterpret_cast<const int*>(p.plan + cluster) + word);
+          __ldg(reinterpret_cast<const int*>(p.plan + blockIdx.x) + word);
     __syncthreads();
     if (control.key == p.plan_key) return;
   }
@@ -134,7 +135,7 @@ __device__ __forceinline__ void begin_walk(const VerifyParams& p, const Requests
   if (threadIdx.x < 32) {
     Walk walk{};
     Segment segment{};
-    const bool more = first_segment(p, requests, cluster, walk, segment);
+    const bool more = first_segment(p, requests, blockIdx.x, walk, segment);
     if (threadIdx.x == 0) {
       control.segments[0] = segment;
       control.walk = walk;
@@ -152,19 +153,19 @@ __device__ __forceinline__ void prepare_walk(const VerifyParams& p, const Reques
   if (p.plan != nullptr && control.walk.position < control.walk.end) requests.fill();
 }
 
-// Writes the plan: each warp its worker's entry.
+// Writes the plan: each warp a thread block's entry.
 template <int kRows, int kTile>
 __global__ void __launch_bounds__(128) plan_kernel(const __grid_constant__ VerifyParams p, PlanEntry* plan) {
   __shared__ int2 table[kTabledRequests];
   const Requests<kRows, kTile> requests{p, table};
   requests.fill();
   __syncthreads();
-  const int cluster = blockIdx.x * 4 + threadIdx.x / 32;
-  if (cluster >= p.workers) return;
+  const int block = blockIdx.x * 4 + threadIdx.x / 32;
+  if (block >= p.clusters * p.cluster) return;
   PlanEntry entry{};
-  entry.more = first_segment(p, requests, cluster, entry.walk, entry.segment);
+  entry.more = first_segment(p, requests, block, entry.walk, entry.segment);
   entry.key = p.plan_key;
-  if (threadIdx.x % 32 == 0) plan[cluster] = entry;
+  if (threadIdx.x % 32 == 0) plan[block] = entry;
 }
 
 // The segment after `segment`. Called by the first thread.
@@ -177,6 +178,7 @@ __device__ __forceinline__ void continue_walk(const VerifyParams& p, const Reque
     next.work = segment.work;
     more = next_segment(p, requests, control.walk, next);
   }
+  if (more && segment.worker_count > 1) control.shared = segment;
   control.more = more;
 }
 

@@ -60,8 +60,8 @@ struct WarpgroupShape {
   static constexpr int kPendingAtFirst = 2 * kKeyStages - (kValuesFirst ? 2 : 1);
   // The same for tile groups, which load as soon as there is room, when a tile's keys or its values are to be there.
   static constexpr int kPendingKeys = 2 * kKeyStages - 1, kPendingValues = 2 * kValueStages - 1;
-  // Fewest tiles of a thread block that are worth another worker: about what joining the workers' parts costs.
-  static constexpr int kMinTiles = kFp8 || kD == 64 ? 4 : kD == 128 ? 6 : 3;
+  // Half tiles that take as long as adding up the parts of a cluster, or those of workers; as measured.
+  static constexpr int kClusterJoin = 3, kWorkerJoin = kFp8 || kD < 256 ? 8 : 6;
 
   // A result takes the place of the last keys and the last values, which lie side by side, while the other tiles of
   // the next segment are on their way already. Where that is too little, or a cluster adds up, it has the whole ring.
@@ -143,22 +143,35 @@ struct WarpgroupShape {
   static constexpr int kFillThreads = kThreads / kGroups;
   static __device__ __forceinline__ int fill_thread() { return kInTurns ? threadIdx.x % kFillThreads : threadIdx.x; }
   static __device__ __forceinline__ int copy_offset() { return warp() * 16 * kPitch; }
-  static __device__ __forceinline__ void copy(const char* rows, uint32_t stride, int valid, uint32_t tile) {
+
+  // Rows evenly spaced, and where they go.
+  struct Rows {
+    const char* from;
+    uint32_t stride;  // bytes
+    uint32_t tile;
+  };
+
+  // Copies sixteen rows of each tile; of several tiles in turns.
+  template <class... Tiles>
+  static __device__ __forceinline__ void copy(int valid, const Tiles&... tiles) {
     constexpr int kChunks = kRowBytes / 16;
     constexpr int kPassRows = 32 / kChunks, kPasses = 16 / kPassRows;
     const int lane = threadIdx.x % 32, chunk = lane % kChunks;
-    const uint32_t first = tile + tile_offset(lane / kChunks, chunk);
+    const uint32_t offset = tile_offset(lane / kChunks, chunk);
     int row = lane / kChunks + copy_warp() * kPassRows;
-    const char* from = further(rows, row, stride) + chunk * 16;
-    const uint64_t step = static_cast<uint64_t>(stride) * (kPassRows * kRowGroups);
+    const char* from[] = {further(tiles.from, row, tiles.stride) + chunk * 16 ...};
+    const uint32_t to[] = {tiles.tile + offset...}, strides[] = {tiles.stride...};
 #pragma unroll
     for (int i = 0; i < kPasses / kRowGroups; ++i) {
       const int pass_row = (i * kRowGroups + copy_warp()) * kPassRows;
       // Adding rows to the first pass's changes the swizzle by an exclusive or.
       const int swizzle = row_swizzle<kPitch / 16>(pass_row);
-      copy_async16((first ^ (swizzle << 4)) + pass_row * kPitch, from, row < valid);
+#pragma unroll
+      for (int t = 0; t < static_cast<int>(sizeof...(Tiles)); ++t) {
+        copy_async16((to[t] ^ (swizzle << 4)) + pass_row * kPitch, from[t], row < valid);
+        from[t] += static_cast<uint64_t>(strides[t]) * (kPassRows * kRowGroups);
+      }
       row += kPassRows * kRowGroups;
-      from += step;
     }
   }
 };
@@ -171,6 +184,7 @@ template <class S>
 struct TileQueue {
   static constexpr int kValueLead = S::kInTurns ? S::kValueStages : S::kValueStages - 1;
   static constexpr int kLag = S::kKeyStages - kValueLead;  // tiles from the keys back to the values
+  static constexpr bool kSideBySide = !S::kInTurns && kLag == 0;
   Stream<S> stream;
   int2 places[kLag + 1];  // of the last keys; the newest first
 
@@ -182,8 +196,8 @@ struct TileQueue {
 
   // Begins a segment: on their way when this returns are the query rows and the first tiles but the last keys or, of
   // tile groups, values.
-  __device__ __forceinline__ void begin(const VerifyParams& p, const Segment& segment, int rank, char* shared) {
-    begin_stream<S>(p, segment, rank, stream, shared);
+  __device__ __forceinline__ void begin(const VerifyParams& p, const Segment& segment, char* shared) {
+    begin_stream<S>(p, segment, stream, shared);
 #pragma unroll 1
     for (int step = -S::kKeyStages; step < -1; ++step) advance(p, segment, step, shared);
     if constexpr (S::kInTurns) {
@@ -213,6 +227,9 @@ struct TileQueue {
       load_keys(p, segment, step, shared);
       copy_async_commit();
     } else {
+      if constexpr (kSideBySide) {
+        if (load_side_by_side(p, segment, step, shared)) return;
+      }
       next_keys(p, segment, step, shared);
       next_values(p, segment, step, shared);
     }
@@ -253,29 +270,51 @@ struct TileQueue {
       load<true>(p, segment, tile_of(index), places[kLag], S::value_offset(index % S::kValueStages), shared);
   }
 
+  // Where this warp's rows of a context tile lie, in blocks that hold whole tiles.
+  template <bool kValue>
+  __device__ __forceinline__ typename S::Rows context_rows(const VerifyParams& p, int2 place, uint32_t to) const {
+    const uint32_t stride = kValue ? p.value_token_bytes : p.key_token_bytes;
+    const char* rows = further(kValue ? stream.value_cache : stream.key_cache, place.x,
+                               kValue ? p.value_block_bytes : p.key_block_bytes);
+    return {further(rows, place.y, stride), stride, to};
+  }
+
+  __device__ __forceinline__ int first_token(const Segment& segment, int tile) const {
+    return (segment.first_context_tile + tile) * S::kTile + S::copy_token();
+  }
+
+  // Keys and values of a context tile, a few rows of either in turns, since they lie side by side in the cache. Memory
+  // gives them faster so. False where that is not how they lie; nothing has happened then.
+  __device__ __forceinline__ bool load_side_by_side(const VerifyParams& p, const Segment& segment, int step,
+                                                    char* shared) {
+    const int index = step + S::kKeyStages, tile = tile_of(index);
+    if (!p.whole_tiles || tile >= min(segment.end, segment.context_tiles)) return false;
+    find_keys(p, segment, step);
+    const uint32_t to = smem_address(shared) + S::copy_offset();
+    S::copy(segment.work.context - first_token(segment, tile),
+            context_rows<false>(p, places[0], to + S::key_offset(index % S::kKeyStages)),
+            context_rows<true>(p, places[0], to + S::value_offset(index % S::kValueStages)));
+    copy_async_commit();
+    copy_async_commit();  // groups are counted as if there were one of each
+    return true;
+  }
+
   template <bool kValue>
   __device__ __forceinline__ void load(const VerifyParams& p, const Segment& segment, int tile, int2 place, int offset,
                                        char* shared) {
     const uint32_t to = smem_address(shared) + offset + S::copy_offset();
-    const char* rows;
-    uint32_t stride;
-    int valid;
-    if (S::kInTurns && tile >= segment.end) {
-      rows = stream.key_cache;
-      stride = 0;
-      valid = 0;
+    typename S::Rows rows{stream.key_cache, 0, to};
+    int valid = 0;
+    if (S::kInTurns && tile >= segment.end) {  // zeros
     } else if (tile < segment.context_tiles) {
-      const int token = (segment.first_context_tile + tile) * S::kTile + S::copy_token();
+      const int token = first_token(segment, tile);
       valid = segment.work.context - token;
       if (!p.whole_tiles) {
         copy_scattered_tile<S>(p, segment.request, segment.head, token, min(valid, kTileTokens),
                                TileAddresses{kValue ? TileAddresses::kNone : to, kValue ? to : TileAddresses::kNone});
         return;
       }
-      stride = kValue ? p.value_token_bytes : p.key_token_bytes;
-      rows = further(kValue ? stream.value_cache : stream.key_cache, place.x,
-                     kValue ? p.value_block_bytes : p.key_block_bytes);
-      rows = further(rows, place.y, stride);
+      rows = context_rows<kValue>(p, place, to);
     } else {
       const int first = (tile - segment.context_tiles) * S::kTile;
       if (S::kFp8 || !p.aligned) {
@@ -287,12 +326,12 @@ struct TileQueue {
       }
       const int token = first + S::copy_token();
       valid = segment.work.window - token;
-      stride = static_cast<uint32_t>((kValue ? p.value_token : p.key_token) * 2);
-      rows = static_cast<const char*>(kValue ? p.value : p.key) +
-             segment.head * (kValue ? p.value_head : p.key_head) * 2;
-      rows = further(rows, segment.work.start + token, stride);
+      rows.stride = static_cast<uint32_t>((kValue ? p.value_token : p.key_token) * 2);
+      rows.from = static_cast<const char*>(kValue ? p.value : p.key) +
+                  segment.head * (kValue ? p.value_head : p.key_head) * 2;
+      rows.from = further(rows.from, segment.work.start + token, rows.stride);
     }
-    S::copy(rows, stride, valid, to);
+    S::copy(valid, rows);
   }
 };
 

@@ -120,7 +120,7 @@ __device__ __forceinline__ void pass_result(const VerifyParams& p, const Segment
           *reinterpret_cast<float2*>(to + (row + 8 * j + e) * stride + column + b * 64) =
               make_float2(accumulator[begin / 4 + b][j][e], accumulator[begin / 4 + b][j][2 + e]);
   };
-  if (p.cluster > 1) {
+  if (space.cluster() > 1) {
     put(space.sum(), S::kSumStride, 0, S::kHeadSize / 16);
     return;
   }
@@ -141,24 +141,23 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
   extern __shared__ __align__(1024) char shared[];
   const Requests<S::kRows, S::kTile> requests{p, reinterpret_cast<int2*>(shared + S::kTableOffset)};
   Control& control = *reinterpret_cast<Control*>(shared + S::kControlOffset);
-  const int rank = blockIdx.x % p.cluster;
-  begin_walk(p, requests, blockIdx.x / p.cluster, control);
+  begin_walk(p, requests, control);
   if (!control.more) return;
-  const int worker = control.walk.worker;
   if constexpr (S::kInTurns) {
     if (threadIdx.x % 128 == 0) exchange_barrier<S>(shared).initialize();
   }
 
   TileQueue<S> queue;
   const MergeSpace<S> space{shared};
-  const bool overlap = S::kOverlap && p.cluster == 1;
-  queue.begin(p, control.segments[0], rank, shared);
+  queue.begin(p, control.segments[0], shared);
   queue.load_last(p, control.segments[0], shared);
   prepare_walk(p, requests, control);
+  if (threadIdx.x == 0) control.shared.worker_count = 0;
+  Segment* turn = control.segments;
 #pragma unroll 1
-  for (int turn = 0;; turn ^= 1) {
-    const Segment& segment = control.segments[turn];
-    Segment& next = control.segments[turn ^ 1];
+  for (;; turn = control.segments + (turn == control.segments ? 1 : 0)) {
+    const Segment& segment = *turn;
+    Segment& next = control.segments[turn == control.segments ? 1 : 0];
     __syncthreads();  // everybody has read what the first thread now overwrites
     if (threadIdx.x == 0) continue_walk(p, requests, segment, next, control);
     WarpgroupState<S> state;
@@ -170,8 +169,9 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     share_stats<S>(4 * S::tile_group() + S::warp(), S::first_row(), state.minus_maximum, state.sum, space);
     __syncthreads();  // the statistics are there
     const bool more = control.more;
-    if (overlap && more) queue.begin(p, next, rank, shared);
-    const int slot = 2 * worker + (worker == segment.first_worker ? 1 : 0);
+    const bool overlap = S::kOverlap && space.cluster() == 1;
+    if (overlap && more) queue.begin(p, next, shared);
+    const int slot = slot_of(segment, control.walk.worker);
     merge_stats<S>(p, segment, slot, space);
     if constexpr (S::kInTurns) {
       __syncthreads();  // the groups' weights are there
@@ -179,10 +179,14 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     } else {
       pass_result<S>(p, segment, slot, state.accumulator, space);
     }
-    if (p.cluster > 1 || segment.worker_count > 1) join_parts<S>(p, segment, worker, rank, space);
-    if (!more) return;
+    if (space.cluster() > 1) add_cluster<S>(p, segment, slot, space);
+    if (!more) {
+      if (control.shared.worker_count + segment.worker_count > 1)
+        join_units<S>(p, control.shared, segment, control.walk.worker, space);
+      return;
+    }
     __syncthreads();  // what the next segment's tiles overwrite has been read
-    if (!overlap) queue.begin(p, next, rank, shared);
+    if (!overlap) queue.begin(p, next, shared);
     queue.load_last(p, next, shared);
   }
 #endif

@@ -29,8 +29,8 @@ def read(outputs: Sequence[Any]) -> tuple[list[tuple[int, ...]], list[Steps]]:
     return [tuple(choice.token_ids) for choice in choices], steps
 
 
-def differences(seen: dict[str, Any], off: dict[str, Any]) -> tuple[float, float]:
-    """Return the largest difference of a common token's log-probability, and the largest gap at a parting.
+def by_step(seen: dict[str, Any], off: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Return each step's largest difference of a common token's log-probability, and the gap of each parting.
 
     Up to and including the step where two outputs part, both saw the same tokens. The gap is how much less
     likely than its own choice `off` found the other's token there: outputs may part at near-ties only.
@@ -40,18 +40,24 @@ def differences(seen: dict[str, Any], off: dict[str, Any]) -> tuple[float, float
         off: likewise.
 
     """
-    difference = gap = 0.0
+    steps, gaps = [], []
     for ours, theirs, x, y in zip(
         seen["logprobs"], off["logprobs"], seen["tokens"], off["tokens"], strict=True
     ):
         for mine, other, token, expected in zip(ours, theirs, x, y, strict=True):
             common = mine.keys() & other.keys()
             # Without any, the two have nothing to do with each other.
-            difference = max(difference, max((abs(mine[t] - other[t]) for t in common), default=float("inf")))
+            steps.append(max((abs(mine[t] - other[t]) for t in common), default=float("inf")))
             if token != expected:
-                gap = max(gap, other[expected] - other.get(token, -float("inf")))
+                gaps.append(other[expected] - other.get(token, -float("inf")))
                 break
-    return difference, gap
+    return steps, gaps
+
+
+def differences(seen: dict[str, Any], off: dict[str, Any]) -> tuple[float, float]:
+    """Return the largest of all steps' differences and of all partings' gaps; see :func:`by_step`."""
+    steps, gaps = by_step(seen, off)
+    return max(steps, default=0.0), max(gaps, default=0.0)
 
 
 def check(

@@ -121,6 +121,8 @@ def main() -> None:
     for block in (16, 24):  # tiles in turns
         attend((16, 2, 256), [9, 0, 6, 8] * 4, [40, 64, 9, 700] * 4, block=block, rising=True)
     attend((8, 2, 256), [9] * 16, [300] * 16, rising=True)
+    for heads, window in (((32, 8, 128), 5), ((16, 2, 256), 9)):  # units that straddle workers
+        attend(heads, [window] * 70, [100 + 37 * (i % 9) for i in range(70)])
     for size in (64, 96, 128, 256):  # the same with quantized queries
         fp8 = {"cache": "fp8", "quantized": True}
         attend((8, 1, size), [5], [3000], **fp8)

@@ -125,9 +125,12 @@ def test_outputs_and_acceptance(engine: Any) -> None:
         # choice between near-ties. With an fp8 cache stock attention also rounds the softmax's weights to 3
         # bits, which ours does not. In a model of both in plain torch that alone makes up to 1.5, and outputs
         # part at gaps up to 0.7 (1.3 and 0.8 between an fp8 and a bfloat16 cache): keys and values on the
-        # verge of two numbers in e4m3 multiply it.
+        # verge of two numbers in e4m3 multiply it. The largest of some 4,500 steps says little then (1.5 to
+        # 2.7 with kernels that round otherwise); 0.3% of the steps differ by more than 1 with each of them.
         assert gap <= (1.2 if fp8 else near_ties.MOST_GAP)
-        assert difference <= (2.2 if fp8 else near_ties.MOST_DIFFERENCE)
+        assert difference <= (4.0 if fp8 else near_ties.MOST_DIFFERENCE)
+        steps, _ = near_ties.by_step(seen, off)
+        assert sum(step > 1.0 for step in steps) <= 0.01 * len(steps)
         assert mode == "stage" or agreement >= own
         assert fp8 or own == 1.0
         assert seen["windows"] > 1000

@@ -1,0 +1,201 @@
+// How the results of several thread blocks become a unit's: those of a cluster through distributed shared memory, those of
+// workers that share a unit by way of the workspace. docs/kernels.md says why nobody waits for long.
+#pragma once
+
+#include "verify_merge.cuh"
+
+namespace nwor {
+
+// Row quads [x, y): four positions of a row each, rows one after the other. What one of `count` takes of them: as even
+// as whole lines of memory allow.
+__device__ __forceinline__ int2 share_quads(int2 quads, int index, int count) {
+  const int each = (divide_up(quads.y - quads.x, count) + 7) / 8 * 8;
+  const int begin = min(quads.x + index * each, quads.y);
+  return make_int2(begin, min(begin + each, quads.y));
+}
+
+// Those of a unit that a thread block of the cluster adds up for all of them.
+template <class S>
+__device__ __forceinline__ int2 quads_of_rank(const Segment& unit, const MergeSpace<S>& space) {
+  return share_quads(make_int2(0, min(S::kRows, unit.row_count) * (S::kHeadSize / 4)), space.rank(), space.cluster());
+}
+
+// Where in the workspace a worker leaves its part of a unit, counted in parts: a worker has at most two that others wait
+// for, the unit's beginning in one place, what continues another worker's in the other.
+__device__ __forceinline__ int slot_of(const Segment& unit, int worker) {
+  return 2 * worker + (worker == unit.first_worker ? 1 : 0);
+}
+
+template <class S>
+__device__ __forceinline__ float2* part_stats(const VerifyParams& p, int slot, const MergeSpace<S>& space) {
+  return p.partial_stats + (static_cast<int64_t>(slot) * space.cluster() + space.rank()) * S::kRows;
+}
+
+template <class S>
+__device__ __forceinline__ float4* part_quads(const VerifyParams& p, int slot) {
+  return reinterpret_cast<float4*>(p.partial_output) + static_cast<int64_t>(slot) * (S::kRows * S::kHeadSize / 4);
+}
+
+// Adds up the same four positions of several parts. Loads are batched before the first use, because they come late,
+// from another thread block's shared memory.
+template <class Load>
+__device__ __forceinline__ Quad add_parts(int count, Load load) {
+  constexpr int kBatch = 4;
+  Quad quad;
+#pragma unroll 1
+  for (int first = 0; first < count; first += kBatch) {
+    float2 stats[kBatch];
+    float4 parts[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      load(min(first + k, count - 1), stats[k], parts[k]);
+      if (first + k >= count) stats[k] = make_float2(kNoScore, 0.f);
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) quad.add(stats[k], parts[k]);
+  }
+  return quad;
+}
+
+// Adds up what the cluster's thread blocks have in shared memory: into the output where no other worker has a part of the
+// unit, else into the workspace.
+template <class S>
+__device__ __forceinline__ void add_cluster(const VerifyParams& p, const Segment& segment, int slot,
+                                            const MergeSpace<S>& space) {
+  constexpr int kRowQuads = S::kHeadSize / 4;
+  const int2 mine = quads_of_rank(segment, space);
+  cluster_sync();
+  const uint32_t rows_address = smem_address(space.rows()), sum_address = smem_address(space.sum());
+#pragma unroll 1
+  for (int i = mine.x + threadIdx.x; i < mine.y; i += S::kThreads) {
+    const int row = i / kRowQuads;
+    const uint32_t quad_address = sum_address + (row * (S::kSumStride / 4) + i % kRowQuads) * 16;
+    const Quad quad = add_parts(space.cluster(), [&](int other, float2& stats, float4& part) {
+      stats = cluster_load2(cluster_address(rows_address + row * 8, other));
+      part = cluster_load4(cluster_address(quad_address, other));
+    });
+    if (segment.worker_count == 1) {
+      store_quad<S>(p, segment, row, i % kRowQuads * 4, quad);
+    } else {
+      __stcg(part_quads<S>(p, slot) + i, quad.values);
+      __stcg(part_stats(p, slot, space) + row, make_float2(quad.maximum, quad.sum));
+    }
+  }
+  cluster_sync();  // the others have read this block's shared memory
+}
+
+// Adds up row quads of all parts that a unit's workers left in the workspace, in the workers' order. What they left is
+// copied to shared memory first, as much at a time as there is room for: hundreds of loads are then under way at once.
+template <class S>
+__device__ __forceinline__ void add_workers(const VerifyParams& p, const Segment& unit, int2 quads,
+                                            const MergeSpace<S>& space) {
+  constexpr int kRowQuads = S::kHeadSize / 4, kWarps = S::kThreads / 32;
+  const int count = unit.worker_count;
+  // Of each part: the statistics of the rows in question, two rows to 16 bytes, then the quads.
+  const int room = S::kRingBytes / 16 / count, most = max(room - 2 - room / 32, 1);
+#pragma unroll 1
+  for (int first = quads.x; first < quads.y; first += most) {
+    const int size = min(most, quads.y - first);
+    const int pair = first / kRowQuads / 2, pairs = (first + size - 1) / kRowQuads / 2 - pair + 1;
+    const int pitch = pairs + size;
+    const uint32_t to = smem_address(space.ring());
+    // A warp takes every so many-th part; where parts are few, several warps share one.
+    int sharing = 1;
+    while (2 * sharing * count <= kWarps) sharing *= 2;
+    const int warp = threadIdx.x / 32;
+#pragma unroll 1
+    for (int part = warp / sharing; part < count; part += kWarps / sharing) {
+      const int slot = slot_of(unit, unit.first_worker + part);
+      const float4* stats = reinterpret_cast<const float4*>(part_stats(p, slot, space)) + pair;
+      const float4* values = part_quads<S>(p, slot) + first;
+#pragma unroll 4
+      for (int i = warp % sharing * 32 + threadIdx.x % 32; i < pitch; i += 32 * sharing)
+        copy_async16(to + (part * pitch + i) * 16, i < pairs ? stats + i : values + (i - pairs), true);
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();  // all parts are there
+#pragma unroll 1
+    for (int i = threadIdx.x; i < size; i += S::kThreads) {
+      const int row = (first + i) / kRowQuads;
+      const float2* stats = reinterpret_cast<const float2*>(space.ring()) + (row - 2 * pair);
+      const float4* values = reinterpret_cast<const float4*>(space.ring()) + pairs + i;
+      Quad quad;
+#pragma unroll 4
+      for (int part = 0; part < count; ++part) quad.maximum = fmaxf(quad.maximum, stats[part * pitch * 2].x);
+#pragma unroll 4
+      for (int part = 0; part < count; ++part) {
+        const float2 own = stats[part * pitch * 2];
+        const float4 value = values[part * pitch];
+        const float weight = exp2_fast(own.x - quad.maximum);
+        quad.values.x += value.x * weight;
+        quad.values.y += value.y * weight;
+        quad.values.z += value.z * weight;
+        quad.values.w += value.w * weight;
+        quad.sum += own.y * weight;
+      }
+      store_quad<S>(p, unit, row, (first + i) % kRowQuads * 4, quad);
+    }
+    __syncthreads();  // the parts have been read
+  }
+}
+
+// A unit's ticket: workers that have left their parts, those that are done with the unit, and those of them that did not
+// wait until all parts were there. Zero between launches.
+constexpr int kTicketDone = 1 << 10, kTicketGone = 1 << 20, kTicketField = kTicketDone - 1;
+constexpr int kMaxWorkers = kTicketField;
+constexpr unsigned kPatience = 200000;  // nanoseconds
+
+// Whose row quads a worker adds up.
+enum class Join : int { kNone, kOwn, kAll };
+
+// Waits until all of a unit's workers have left their parts. They run at the same time and finish at about the same time,
+// as a rule. Nothing says that they do: other kernels may keep multiprocessors from a launch. So nobody waits for long,
+// and where somebody did not, the last to arrive adds up everything. `ticket`'s value since this worker counted itself.
+static __device__ __forceinline__ Join wait_for_parts(int* ticket, int count, int value) {
+  if ((value & kTicketField) == count) return value / kTicketGone > 0 ? Join::kAll : Join::kOwn;
+  const unsigned begin = timer_low();
+  while (true) {
+    value = load_acquire(ticket);
+    if ((value & kTicketField) == count) return Join::kOwn;
+    if (timer_low() - begin > kPatience && atomicCAS(ticket, value, value + kTicketDone + kTicketGone) == value)
+      return Join::kNone;
+  }
+}
+
+// Joins the units that a worker shares with others, once it has left all its parts: the last of its segments and, where
+// units straddle workers, the first. Each of a unit's workers adds up a share of its rows.
+template <class S>
+__device__ __forceinline__ void join_units(const VerifyParams& p, const Segment& first, const Segment& last, int worker,
+                                           const MergeSpace<S>& space) {
+  const auto ticket_of = [&](const Segment& unit) {
+    return p.tickets + unit.first_worker * space.cluster() + space.rank();
+  };
+  int first_value = 0, last_value = 0;  // of the tickets; known to the first thread
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {  // for both units before it waits for either
+    if (first.worker_count > 1) first_value = atomicAdd(ticket_of(first), 1) + 1;
+    if (last.worker_count > 1) last_value = atomicAdd(ticket_of(last), 1) + 1;
+  }
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const Segment& unit = i == 0 ? first : last;
+    const int count = unit.worker_count;
+    if (count <= 1) continue;
+    int* ticket = ticket_of(unit);
+    if (threadIdx.x == 0)
+      space.flags()[i] = static_cast<int>(wait_for_parts(ticket, count, i == 0 ? first_value : last_value));
+    __syncthreads();
+    const Join join = static_cast<Join>(space.flags()[i]);
+    if (join == Join::kNone) continue;
+    __threadfence();
+    int value = 0;
+    if (threadIdx.x == 0) value = atomicAdd(ticket, kTicketDone);
+    const int2 quads = quads_of_rank(unit, space);
+    add_workers<S>(p, unit, join == Join::kAll ? quads : share_quads(quads, worker - unit.first_worker, count), space);
+    if (threadIdx.x == 0 && (value / kTicketDone & kTicketField) == count - 1) *ticket = 0;
+  }
+}
+
+}  // namespace nwor
