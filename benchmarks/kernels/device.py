@@ -9,6 +9,8 @@ from cells import BLOCK_SIZE, LAYERS, Cell
 
 from nwor import ops
 
+SETTLE_US = 12000.0
+
 
 class CachePool:
     """One allocation that all cells' caches are cut from, filled once with normal random numbers."""
@@ -174,9 +176,11 @@ class Graph:
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             function()
 
-    def microseconds(self, replays: int) -> float:
-        """Mean time of one replay over `replays` in a row."""
+    def microseconds(self, replays: int, before: int = 0) -> float:
+        """Mean time of one replay over `replays` in a row, right after `before` that do not count."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for _ in range(before):
+            self.graph.replay()
         begin.record()
         for _ in range(replays):
             self.graph.replay()
@@ -186,12 +190,18 @@ class Graph:
 
 
 def interleaved(graphs: Sequence[Graph], repeats: int, least_us: float) -> list[list[float]]:
-    """Times of each graph, one after the other `repeats` times; each time over at least `least_us`."""
-    counts = [max(1, min(40, round(least_us / g.microseconds(1)))) for g in graphs]
+    """Times of each graph, one after the other `repeats` times; each time over at least `least_us`.
+
+    Replays that do not count go before a time, for `SETTLE_US`: clocks follow the power that was drawn
+    before, and each graph would else be timed at the clocks that the one before it left.
+    """
+    once = [g.microseconds(1) for g in graphs]
+    counts = [max(1, min(40, round(least_us / us))) for us in once]
+    before = [max(1, round(SETTLE_US / us)) for us in once]
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(repeats):
-        for own, graph, count in zip(times, graphs, counts, strict=True):
-            own.append(graph.microseconds(count))
+        for own, graph, count, settle in zip(times, graphs, counts, before, strict=True):
+            own.append(graph.microseconds(count, settle))
     return times
 
 

@@ -19,7 +19,7 @@ cudaError_t launch_wgmma<Kind::kFp8>(LaunchRequest request) {
   constexpr Kind kKind = Kind::kFp8;
   request.rows = std::min(request.rows, 72);
   return launch_first_fitting<Choice<WarpgroupShape<128, 3, 1, 3, 4, kKind, 1>, 3>,
-                              Choice<WarpgroupShape<128, 5, 1, 4, 4, kKind, 1>, 2>,
+                              Choice<WarpgroupShape<128, 5, 1, 4, 5, kKind, 1>, 2>,
                               Choice<WarpgroupShape<128, 9, 1, 3, 4, kKind, 1>, 2>>(request);
 }
 
@@ -27,9 +27,11 @@ template <>
 cudaError_t launch_wgmma<Kind::kFp8Query>(LaunchRequest request) {
   constexpr Kind kKind = Kind::kFp8Query;
   request.rows = std::min(request.rows, 72);
-  return launch_first_fitting<Choice<WarpgroupShape<128, 3, 1, 4, 4, kKind, 2>, 3>,
-                              Choice<WarpgroupShape<128, 5, 1, 4, 4, kKind, 1>, 2>,
-                              Choice<WarpgroupShape<128, 9, 1, 4, 4, kKind, 1>, 2>>(request);
+  return launch_first_fitting<Choice<WarpgroupShape<128, 1, 1, 3, 4, kKind, 2>, 3>,
+                              Choice<WarpgroupShape<128, 2, 1, 3, 4, kKind, 2>, 3>,
+                              Choice<WarpgroupShape<128, 3, 1, 3, 4, kKind, 2>, 3>,
+                              Choice<WarpgroupShape<128, 5, 1, 4, 5, kKind, 1>, 2>,
+                              Choice<WarpgroupShape<128, 9, 1, 4, 5, kKind, 1>, 2>>(request);
 }
 
 template <Kind kKind>
@@ -49,11 +51,12 @@ cudaError_t launch_fp8(LaunchRequest request) {
                               Choice<Shape<128, 3, 3, 2, 8, kKind>, 2>>(request);
 }
 
-// As measured: with up to 24 rows mma.sync keeps up with memory as long as every multiprocessor has work; with few
-// units the warpgroup kernel's shorter chain wins.
+// As measured: with up to 24 rows mma.sync keeps up with memory as long as every multiprocessor has work enough; with few
+// units the warpgroup kernel's shorter chain wins, all the more where it need not convert the keys.
 bool wgmma_for_fp8(const LaunchRequest& request) {
-  const bool few_units = 2 * request.params.batch * request.params.num_kv_heads < request.num_sms;
-  return request.has_wgmma && request.rows > (few_units ? 16 : 24);
+  const int64_t units = int64_t{request.params.batch} * request.params.num_kv_heads;
+  if (!request.has_wgmma || request.rows > 24) return request.has_wgmma;
+  return request.params.fp8_query ? units < 2 * request.num_sms : request.rows > 16 && 2 * units < request.num_sms;
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ cudaError_t launch_wgmma<Kind::kFp8>(LaunchRequest request) {
   request.rows = std::min(request.rows, 80);
   return launch_first_fitting<Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind, 1>, 2>,
                               Choice<WarpgroupShape<256, 3, 2, 4, 5, kKind, 2>, 1>,
-                              Choice<WarpgroupShape<256, 5, 2, 4, 4, kKind, 1>, 1>>(request);
+                              Choice<WarpgroupShape<256, 5, 2, 4, 5, kKind, 1>, 1>>(request);
 }
 
 template <>
@@ -38,7 +38,7 @@ cudaError_t launch_wgmma<Kind::kFp8Query>(LaunchRequest request) {
                               Choice<WarpgroupShape<256, 2, 1, 3, 3, kKind, 2>, 2>,
                               Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind, 1>, 2>,
                               Choice<WarpgroupShape<256, 3, 2, 5, 6, kKind, 2>, 1>,
-                              Choice<WarpgroupShape<256, 5, 2, 4, 4, kKind, 2>, 1>>(request);
+                              Choice<WarpgroupShape<256, 5, 2, 4, 5, kKind, 2>, 1>>(request);
 }
 
 template <Kind kKind>

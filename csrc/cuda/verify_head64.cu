@@ -20,17 +20,19 @@ cudaError_t launch_wgmma<Kind::kFp8>(LaunchRequest request) {
   constexpr Kind kKind = Kind::kFp8;
   request.rows = std::min(request.rows, 72);
   return launch_first_fitting<Choice<WarpgroupShape<64, 3, 1, 4, 5, kKind, 1>, 4>,
-                              Choice<WarpgroupShape<64, 5, 1, 4, 4, kKind, 1>, 3>,
-                              Choice<WarpgroupShape<64, 9, 1, 4, 4, kKind, 1>, 2>>(request);
+                              Choice<WarpgroupShape<64, 5, 1, 4, 5, kKind, 1>, 3>,
+                              Choice<WarpgroupShape<64, 9, 1, 4, 5, kKind, 1>, 2>>(request);
 }
 
 template <>
 cudaError_t launch_wgmma<Kind::kFp8Query>(LaunchRequest request) {
   constexpr Kind kKind = Kind::kFp8Query;
   request.rows = std::min(request.rows, 72);
-  return launch_first_fitting<Choice<WarpgroupShape<64, 3, 1, 4, 4, kKind, 1>, 4>,
-                              Choice<WarpgroupShape<64, 5, 1, 4, 4, kKind, 1>, 3>,
-                              Choice<WarpgroupShape<64, 9, 1, 4, 4, kKind, 1>, 2>>(request);
+  return launch_first_fitting<Choice<WarpgroupShape<64, 1, 1, 4, 5, kKind, 1>, 4>,
+                              Choice<WarpgroupShape<64, 2, 1, 4, 5, kKind, 1>, 4>,
+                              Choice<WarpgroupShape<64, 3, 1, 4, 5, kKind, 1>, 4>,
+                              Choice<WarpgroupShape<64, 5, 1, 4, 5, kKind, 1>, 3>,
+                              Choice<WarpgroupShape<64, 9, 1, 4, 5, kKind, 1>, 2>>(request);
 }
 
 template <Kind kKind>
@@ -55,8 +57,10 @@ bool few_units(const LaunchRequest& request) {
 }
 
 // As measured: with up to 24 rows and few units mma.sync converts an fp8 cache as fast, and keeps more warps in flight.
+// With an fp8 query the warpgroup kernel need not convert the keys, and wins always.
 bool wgmma_for_fp8(const LaunchRequest& request) {
-  return request.has_wgmma && (request.rows > 24 || (request.rows > 16 && !few_units(request)));
+  return request.has_wgmma &&
+         (request.params.fp8_query || request.rows > 24 || (request.rows > 16 && !few_units(request)));
 }
 
 }  // namespace

@@ -66,20 +66,47 @@ __device__ __forceinline__ void add_cluster(const VerifyParams& p, const Segment
   const int2 mine = quads_of_rank(segment, space);
   cluster_sync();
   const uint32_t rows_address = smem_address(space.rows()), sum_address = smem_address(space.sum());
-#pragma unroll 1
-  for (int i = mine.x + threadIdx.x; i < mine.y; i += S::kThreads) {
+  const auto sum_offset = [](int i) { return (i / kRowQuads * (S::kSumStride / 4) + i % kRowQuads) * 16; };
+  const auto pass_on = [&](int i, const Quad& quad) {
     const int row = i / kRowQuads;
-    const uint32_t quad_address = sum_address + (row * (S::kSumStride / 4) + i % kRowQuads) * 16;
-    const Quad quad = add_parts(space.cluster(), [&](int other, float2& stats, float4& part) {
-      stats = cluster_load2(cluster_address(rows_address + row * 8, other));
-      part = cluster_load4(cluster_address(quad_address, other));
-    });
     if (segment.worker_count == 1) {
       store_quad<S>(p, segment, row, i % kRowQuads * 4, quad);
     } else {
       __stcg(part_quads<S>(p, slot) + i, quad.values);
       __stcg(part_stats(p, slot, space) + row, make_float2(quad.maximum, quad.sum));
     }
+  };
+  if (space.cluster() == 2) {  // each has half of all rows: two quads of a thread under way at a time
+    constexpr int kBatch = 2;
+    const int other = space.rank() ^ 1;
+#pragma unroll 1
+    for (int begin = mine.x + threadIdx.x; begin < mine.y; begin += kBatch * S::kThreads) {
+      float2 stats[kBatch];
+      float4 parts[kBatch];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const int i = min(begin + k * S::kThreads, mine.y - 1);
+        stats[k] = cluster_load2(cluster_address(rows_address + i / kRowQuads * 8, other));
+        parts[k] = cluster_load4(cluster_address(sum_address + sum_offset(i), other));
+      }
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const int i = begin + k * S::kThreads;
+        if (i >= mine.y) break;
+        const float2 own = space.rows()[i / kRowQuads];
+        const char* values = reinterpret_cast<const char*>(space.sum()) + sum_offset(i);
+        Quad quad{*reinterpret_cast<const float4*>(values), own.x, own.y};
+        quad.add(stats[k], parts[k]);
+        pass_on(i, quad);
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int i = mine.x + threadIdx.x; i < mine.y; i += S::kThreads)
+      pass_on(i, add_parts(space.cluster(), [&](int other, float2& stats, float4& part) {
+        stats = cluster_load2(cluster_address(rows_address + i / kRowQuads * 8, other));
+        part = cluster_load4(cluster_address(sum_address + sum_offset(i), other));
+      }));
   }
   cluster_sync();  // the others have read this block's shared memory
 }
@@ -89,8 +116,9 @@ __device__ __forceinline__ void add_cluster(const VerifyParams& p, const Segment
 template <class S>
 __device__ __forceinline__ void add_workers(const VerifyParams& p, const Segment& unit, int2 quads,
                                             const MergeSpace<S>& space) {
-  constexpr int kRowQuads = S::kHeadSize / 4, kWarps = S::kThreads / 32;
+  constexpr int kRowQuads = S::kHeadSize / 4;
   const int count = unit.worker_count;
+  const int lanes = count > 32 ? 8 : count > 16 ? 4 : 1;  // by the count alone: the order of a sum
   // Of each part: the statistics of the rows in question, two rows to 16 bytes, then the quads.
   const int room = S::kRingBytes / 16 / count, most = max(room - 2 - room / 32, 1);
 #pragma unroll 1
@@ -99,32 +127,37 @@ __device__ __forceinline__ void add_workers(const VerifyParams& p, const Segment
     const int pair = first / kRowQuads / 2, pairs = (first + size - 1) / kRowQuads / 2 - pair + 1;
     const int pitch = pairs + size;
     const uint32_t to = smem_address(space.ring());
-    // A warp takes every so many-th part; where parts are few, several warps share one.
-    int sharing = 1;
-    while (2 * sharing * count <= kWarps) sharing *= 2;
-    const int warp = threadIdx.x / 32;
+    // So many threads bring in a part, a power of two: fewer than a warp where parts are small, more where they are few.
+    int shift = 5;
+    while (shift > 3 && 1 << shift >= 2 * pitch) --shift;
+    while (2 * count << shift <= S::kThreads) ++shift;
 #pragma unroll 1
-    for (int part = warp / sharing; part < count; part += kWarps / sharing) {
+    for (int part = threadIdx.x >> shift; part < count; part += S::kThreads >> shift) {
       const int slot = slot_of(unit, unit.first_worker + part);
       const float4* stats = reinterpret_cast<const float4*>(part_stats(p, slot, space)) + pair;
       const float4* values = part_quads<S>(p, slot) + first;
 #pragma unroll 4
-      for (int i = warp % sharing * 32 + threadIdx.x % 32; i < pitch; i += 32 * sharing)
+      for (int i = threadIdx.x & ((1 << shift) - 1); i < pitch; i += 1 << shift)
         copy_async16(to + (part * pitch + i) * 16, i < pairs ? stats + i : values + (i - pairs), true);
     }
     copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();  // all parts are there
+    // A quad's parts are dealt out to as many lanes of a warp.
 #pragma unroll 1
-    for (int i = threadIdx.x; i < size; i += S::kThreads) {
-      const int row = (first + i) / kRowQuads;
+    for (int i = threadIdx.x; i < (size * lanes + 31) / 32 * 32; i += S::kThreads) {
+      const int quad_index = min(i / lanes, size - 1), row = (first + quad_index) / kRowQuads;
       const float2* stats = reinterpret_cast<const float2*>(space.ring()) + (row - 2 * pair);
-      const float4* values = reinterpret_cast<const float4*>(space.ring()) + pairs + i;
+      const float4* values = reinterpret_cast<const float4*>(space.ring()) + pairs + quad_index;
       Quad quad;
 #pragma unroll 4
-      for (int part = 0; part < count; ++part) quad.maximum = fmaxf(quad.maximum, stats[part * pitch * 2].x);
+      for (int part = i % lanes; part < count; part += lanes)
+        quad.maximum = fmaxf(quad.maximum, stats[part * pitch * 2].x);
+#pragma unroll 1
+      for (int distance = 1; distance < lanes; distance *= 2)
+        quad.maximum = fmaxf(quad.maximum, __shfl_xor_sync(0xffffffffu, quad.maximum, distance));
 #pragma unroll 4
-      for (int part = 0; part < count; ++part) {
+      for (int part = i % lanes; part < count; part += lanes) {
         const float2 own = stats[part * pitch * 2];
         const float4 value = values[part * pitch];
         const float weight = exp2_fast(own.x - quad.maximum);
@@ -134,7 +167,16 @@ __device__ __forceinline__ void add_workers(const VerifyParams& p, const Segment
         quad.values.w += value.w * weight;
         quad.sum += own.y * weight;
       }
-      store_quad<S>(p, unit, row, (first + i) % kRowQuads * 4, quad);
+#pragma unroll 1
+      for (int distance = 1; distance < lanes; distance *= 2) {
+        quad.values.x += __shfl_xor_sync(0xffffffffu, quad.values.x, distance);
+        quad.values.y += __shfl_xor_sync(0xffffffffu, quad.values.y, distance);
+        quad.values.z += __shfl_xor_sync(0xffffffffu, quad.values.z, distance);
+        quad.values.w += __shfl_xor_sync(0xffffffffu, quad.values.w, distance);
+        quad.sum += __shfl_xor_sync(0xffffffffu, quad.sum, distance);
+      }
+      if (i % lanes == 0 && i < size * lanes)
+        store_quad<S>(p, unit, row, (first + quad_index) % kRowQuads * 4, quad);
     }
     __syncthreads();  // the parts have been read
   }
@@ -172,9 +214,9 @@ __device__ __forceinline__ void join_units(const VerifyParams& p, const Segment&
     return p.tickets + unit.first_worker * space.cluster() + space.rank();
   };
   int first_value = 0, last_value = 0;  // of the tickets; known to the first thread
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {  // for both units before it waits for either
+    __threadfence();  // all threads' parts, which the barrier puts before it
     if (first.worker_count > 1) first_value = atomicAdd(ticket_of(first), 1) + 1;
     if (last.worker_count > 1) last_value = atomicAdd(ticket_of(last), 1) + 1;
   }
@@ -184,12 +226,13 @@ __device__ __forceinline__ void join_units(const VerifyParams& p, const Segment&
     const int count = unit.worker_count;
     if (count <= 1) continue;
     int* ticket = ticket_of(unit);
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
       space.flags()[i] = static_cast<int>(wait_for_parts(ticket, count, i == 0 ? first_value : last_value));
+      __threadfence();  // the others' parts, for all threads, who are behind the barrier
+    }
     __syncthreads();
     const Join join = static_cast<Join>(space.flags()[i]);
     if (join == Join::kNone) continue;
-    __threadfence();
     int value = 0;
     if (threadIdx.x == 0) value = atomicAdd(ticket, kTicketDone);
     const int2 quads = quads_of_rank(unit, space);

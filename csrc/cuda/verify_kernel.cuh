@@ -310,8 +310,9 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
   stream.ring = smem_address(shared + S::kQueryBytes + stream.group() * S::kStages * S::kStageBytes);
   const MergeSpace<S> space{shared};
   const bool overlap = S::kOverlap && space.cluster() == 1;
+  const WalkAhead<S::kRows, S::kTile> ahead(p, requests, control);
   begin_segment<S>(p, control.segments[0], stream, shared);
-  prepare_walk(p, requests, control);
+  ahead.keep();
   if (threadIdx.x == 0) control.shared.worker_count = 0;
 #pragma unroll 1
   for (int turn = 0;; turn ^= 1) {

@@ -121,8 +121,9 @@ cudaError_t launch(const LaunchRequest& request) {
   p.by_blocks = Divisor(blocks);
   p.cluster_join = S::kClusterJoin * S::kGroups;
   p.worker_join = S::kWorkerJoin * S::kGroups;
-  p.plan_key = plan_key({p.clusters, p.cluster, p.cluster_join, p.worker_join, S::kRows, S::kTile, p.batch, p.num_kv_heads,
-                         static_cast<int>(p.group.value), p.sliding_window});
+  p.part_join = S::kPartJoin;
+  p.plan_key = plan_key({p.clusters, p.cluster, p.cluster_join, p.worker_join, p.part_join, S::kRows, S::kTile, p.batch,
+                         p.num_kv_heads, static_cast<int>(p.group.value), p.sliding_window});
   if (request.plan != nullptr) {
     plan_kernel<S::kRows, S::kTile><<<(blocks + 3) / 4, 128, 0, request.stream>>>(p, request.plan);
     return cudaGetLastError();

@@ -64,7 +64,8 @@ struct VerifyParams {
   int cluster;            // thread blocks per cluster
   int clusters;
   int cluster_join;       // half tiles that take a thread block as long as adding up a cluster's parts does
-  int worker_join;        // and as adding up those of workers
+  int worker_join;        // and as adding up those of workers,
+  int part_join;          // for each part a sixteenth of so many more
   const PlanEntry* plan;  // one per thread block, or null: then each thread block plans for itself
   uint32_t plan_key;      // what a plan's entries carry if they were made for such a launch
 };

@@ -65,22 +65,30 @@ __device__ __forceinline__ int count_tiles(const VerifyParams& p, const RequestW
                                 window_tiles<kTile>(work.window);
 }
 
-template <int kTile>
-__device__ __forceinline__ RequestWork read_request(const VerifyParams& p, int request) {
-  RequestWork work{};
-  work.start = __ldg(p.query_start_loc + request);
-  const int end = __ldg(p.query_start_loc + request + 1);
-  const int length = __ldg(p.seq_lens + request);
-  work.window = min(max(end - work.start, 0), kMaxWindow);
-  if (work.window == 0) return work;
-  work.context = min(max(length - work.window, 0), kMaxContext);
-  work.tiles = count_tiles<kTile>(p, work);
-  return work;
-}
+// What the lengths of a request are computed from, as it lies in memory.
+struct Lengths {
+  int start = 0, end = 0, length = 0;
+
+  Lengths() = default;
+  __device__ __forceinline__ Lengths(const VerifyParams& p, int request)
+      : start(__ldg(p.query_start_loc + request)),
+        end(__ldg(p.query_start_loc + request + 1)),
+        length(__ldg(p.seq_lens + request)) {}
+
+  __device__ __forceinline__ RequestWork work() const {  // but for the tiles
+    RequestWork work{};
+    work.start = start;
+    work.window = min(max(end - start, 0), kMaxWindow);
+    if (work.window > 0) work.context = min(max(length - work.window, 0), kMaxContext);
+    return work;
+  }
+};
 
 template <int kTile>
 __device__ __noinline__ RequestWork read_far_request(const VerifyParams& p, int request) {
-  return read_request<kTile>(p, request);
+  RequestWork work = Lengths(p, request).work();
+  work.tiles = count_tiles<kTile>(p, work);
+  return work;
 }
 
 // The requests' lengths, the first of them in shared memory.
@@ -89,13 +97,17 @@ struct Requests {
   const VerifyParams& p;
   int2* table;  // start; context and, in the top byte, window
 
+  __device__ __forceinline__ int tabled() const { return min(p.batch, kTabledRequests); }
+
+  __device__ __forceinline__ void keep(int request, const Lengths& lengths) const {
+    const RequestWork work = lengths.work();
+    table[request] = make_int2(work.start, work.context | work.window << 24);
+  }
+
   // Called by the whole thread block; a barrier has to follow.
-  __device__ __forceinline__ void fill() const {
+  __device__ __forceinline__ void fill(int first) const {
 #pragma unroll 1
-    for (int request = threadIdx.x; request < min(p.batch, kTabledRequests); request += blockDim.x) {
-      const RequestWork work = read_request<kTile>(p, request);
-      table[request] = make_int2(work.start, work.context | work.window << 24);
-    }
+    for (int request = first; request < tabled(); request += blockDim.x) keep(request, Lengths(p, request));
   }
 
   __device__ __forceinline__ RequestWork get(int request) const {
@@ -177,17 +189,18 @@ __device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<
     Plan plan{longest, true, total, 1, blocks, 1};
     int least = 2 * longest;
     const auto consider = [&](int cost, int share, bool pieces, int cluster) {
-      if (share <= 0 || cost >= least) return;
+      if (cost >= least) return;
       least = cost;
       plan = Plan{share, pieces, total, 1, cluster > 1 ? p.clusters : blocks, cluster};
     };
+    const auto join = [&](int share) { return p.worker_join + divide_up(longest, share) * p.part_join / 16; };
     const int piece = piece_length(p, requests, even, blocks);
-    consider(2 * piece + p.worker_join, piece, true, 1);
-    if (piece == 0) consider(2 * even + 2 * p.worker_join, even, false, 1);
+    if (piece > 0) consider(2 * piece + join(piece), piece, true, 1);
+    if (piece == 0) consider(2 * even + 2 * join(even), even, false, 1);
     if (p.cluster > 1 && units <= p.clusters) {
       consider(2 * divide_up(longest, p.cluster) + p.cluster_join, longest, true, p.cluster);
       const int share = piece_length(p, requests, even * p.cluster, p.clusters);
-      consider(2 * divide_up(share, p.cluster) + p.cluster_join + p.worker_join, share, true, p.cluster);
+      if (share > 0) consider(2 * divide_up(share, p.cluster) + p.cluster_join + join(share), share, true, p.cluster);
     }
     return plan;
   }
@@ -204,8 +217,8 @@ __device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<
   const int whole = divide_up(units, plan.workers) * longest;
   // As measured: what joining parts costs, or what little it costs to leave some thread blocks without work where memory is
   // the limit.
-  const int slack = kTile == kTileTokens ? p.worker_join / 2 : 32;
-  if (longest == shortest && whole <= plan.share + min(plan.share / 16, slack)) plan.share = whole;
+  const int slack = max(kTile == kTileTokens ? 0 : min(plan.share / 16, 16), p.worker_join / 2);
+  if (longest == shortest && whole <= plan.share + slack) plan.share = whole;
   return plan;
 }
 

@@ -1,7 +1,7 @@
 // The tiles of a segment on their way into a group's ring.
 #pragma once
 
-#include "verify_merge.cuh"
+#include "verify_window.cuh"
 
 namespace nwor {
 
@@ -23,7 +23,7 @@ template <class S>
 __device__ __forceinline__ void look_up(const VerifyParams& p, const Segment& segment, const Stream<S>& stream, int step,
                                         int& block, int& offset) {
   const int tile = stream.first + stream.stride * (step + static_cast<int>(threadIdx.x % 32));
-  if (tile >= min(segment.end, segment.context_tiles)) return;
+  if (tile < segment.tile || tile >= min(segment.end, segment.context_tiles)) return;
   const int token = (segment.first_context_tile + tile) * S::kTile + S::copy_token();
   if (token >= segment.work.context) return;
   const int page = divide(token, p.block);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& 
     if (S::kFp8 || !p.aligned) {
       const uint32_t at = stage - smem_address(shared);
       convert_window_tile<S>(p, segment.work.start + token, segment.head, rows.valid, shared,
-                             TileAddresses{at, at + S::kTileBytes});
+                             TileAddresses{at, at + S::kTileBytes}, S::fill_thread());
       return;
     }
     rows.key_stride = static_cast<uint32_t>(p.key_token * 2);
@@ -93,8 +93,13 @@ __device__ __forceinline__ void begin_stream(const VerifyParams& p, const Segmen
   stream.key_cache = static_cast<const char*>(p.key_cache) + segment.head * p.key_cache_head * kElement;
   stream.value_cache = static_cast<const char*>(p.value_cache) + segment.head * p.value_cache_head * kElement;
   const MergeSpace<S> space{shared};
-  stream.stride = space.cluster() * S::kGroups;
-  stream.first = segment.tile + space.rank() * S::kGroups + stream.group();
+  if constexpr (S::kWindowFirst) {
+    stream.stride = -space.cluster();
+    stream.first = segment.end - 1 - space.rank();
+  } else {
+    stream.stride = space.cluster() * S::kGroups;
+    stream.first = segment.tile + space.rank() * S::kGroups + stream.group();
+  }
   stream.looked_up = 0;
   stream.block = stream.offset = 0;
   look_up<S>(p, segment, stream, 0, stream.block, stream.offset);

@@ -49,6 +49,7 @@ struct Shape {
   static constexpr bool kFp8 = kKind == Kind::kFp8;
   static constexpr bool kFp8Query = false;       // the query is multiplied as fp8
   static constexpr bool kExpandsQuery = kFp8;    // an fp8 query becomes fp16
+  static constexpr bool kWindowFirst = false;    // tiles are taken from the segment's first one on
 
   static constexpr int kThreads = 32 * kRowWarps * kGroups;
   static constexpr int kRows = 8 * kRowTiles * kRowWarps;
@@ -106,7 +107,7 @@ struct Shape {
 
   static constexpr int kSumStride = kD;  // floats from row to row of the sum
   // Half tiles of a group that take as long as adding up the parts of a cluster, or those of workers; as measured.
-  static constexpr int kClusterJoin = 2, kWorkerJoin = 11;
+  static constexpr int kClusterJoin = 2, kWorkerJoin = 11, kPartJoin = 2;
 };
 
 // The address `distance` chunks further along a row. `at` is that of a chunk below `distance`, swizzle included; for
@@ -318,85 +319,6 @@ template <class S>
 __device__ __forceinline__ float logit_descale(const VerifyParams& p, int head) {
   if constexpr (!S::kFp8) return 1.f;
   return head_scale(p.k_scale, p.k_scale_count, head) * head_scale(p.q_scale, p.q_scale_count, head);
-}
-
-// Eight numbers of a window's key or value into a tile. With an fp8 cache they are rounded to its format, since the
-// stock path would read them back from there.
-template <class S>
-__device__ __forceinline__ void store_window_piece(const VerifyParams& p, uint4 data, int row, int eight,
-                                                   const Quotient& by, char* tile) {
-  if constexpr (!S::kFp8) {
-    *reinterpret_cast<uint4*>(tile + S::tile_offset(row, eight)) = data;
-  } else {
-    const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-    float numbers[8];
-    if (p.is_bf16) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        numbers[2 * i] = __uint_as_float(words[i] << 16);
-        numbers[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        numbers[2 * i] = to_float(words[i] & 0xffff, false);
-        numbers[2 * i + 1] = to_float(words[i] >> 16, false);
-      }
-    }
-    *reinterpret_cast<uint2*>(tile + S::tile_offset(row, eight / 2) + eight % 2 * 8) =
-        quantize_eight(numbers, by, p.is_e5m2);
-  }
-}
-
-// Brings a tile of window keys, values or, where a kernel has them side by side, both to where copying cannot: rows
-// that are not aligned, or an fp8 cache. All threads that fill a tile share the rows that exist; the others become
-// zero. Offsets are from the beginning of shared memory.
-template <class S>
-__device__ __noinline__ void convert_window_tile(const VerifyParams& p, int first, int head, int valid, char* shared,
-                                                 TileAddresses to) {
-  constexpr int kEights = S::kHeadSize / 8, kChunks = S::kRowBytes / 16;
-  constexpr int kSides = S::kTile == kTileTokens ? 2 : 1;
-  constexpr int kBatch = S::kFp8 ? 3 : 1;  // loads of a thread and side under way at a time
-  const bool keys_first = to.key != TileAddresses::kNone;
-  const uint16_t* from[2] = {static_cast<const uint16_t*>(p.key) + first * p.key_token + head * p.key_head,
-                             static_cast<const uint16_t*>(p.value) + first * p.value_token + head * p.value_head};
-  int64_t stride[2] = {p.key_token, p.value_token};
-  float scale[2] = {1.f, 1.f};
-  char* tile[2] = {shared + to.key, shared + to.value};
-  if constexpr (S::kFp8) {
-    scale[0] = head_scale(p.k_scale, p.k_scale_count, head);
-    scale[1] = head_scale(p.v_scale, p.v_scale_count, head);
-  }
-  if (!keys_first) from[0] = from[1], stride[0] = stride[1], scale[0] = scale[1], tile[0] = tile[1];
-
-  const int rows = min(valid, S::kTile), pieces = rows * kEights;
-#pragma unroll 1
-  for (int begin = S::fill_thread(); begin < pieces; begin += kBatch * S::kFillThreads) {
-    uint4 data[kBatch][kSides];
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {  // all on their way before the first is used
-      const int i = begin + k * S::kFillThreads, row = i / kEights;
-#pragma unroll
-      for (int side = 0; side < kSides; ++side) {
-        data[k][side] = make_uint4(0, 0, 0, 0);
-        if (i < pieces) data[k][side] = load_eight(from[side] + row * stride[side] + i % kEights * 8, p.aligned);
-      }
-    }
-#pragma unroll
-    for (int side = 0; side < kSides; ++side) {
-      const Quotient by(scale[side]);
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        const int i = begin + k * S::kFillThreads;
-        if (i < pieces) store_window_piece<S>(p, data[k][side], i / kEights, i % kEights, by, tile[side]);
-      }
-    }
-  }
-#pragma unroll 1
-  for (int i = rows * kChunks + S::fill_thread(); i < S::kTile * kChunks; i += S::kFillThreads)
-#pragma unroll
-    for (int side = 0; side < kSides; ++side)
-      *reinterpret_cast<uint4*>(tile[side] + S::tile_offset(i / kChunks, i % kChunks)) = make_uint4(0, 0, 0, 0);
 }
 
 }  // namespace nwor

@@ -130,7 +130,7 @@ __device__ __forceinline__ void begin_walk(const VerifyParams& p, const Requests
     __syncthreads();
     if (control.key == p.plan_key) return;
   }
-  requests.fill();
+  requests.fill(static_cast<int>(threadIdx.x));
   __syncthreads();
   if (threadIdx.x < 32) {
     Walk walk{};
@@ -145,20 +145,36 @@ __device__ __forceinline__ void begin_walk(const VerifyParams& p, const Requests
   __syncthreads();
 }
 
-// What continue_walk() needs of a walk that was read from a plan, fetched while the first tiles are on their way. A
-// barrier has to follow. Called by the whole thread block.
+// What continue_walk() needs of a walk that was read from a plan. It is fetched before the first tiles are, behind which
+// it would wait, and kept when they are on their way. A barrier has to follow. Called by the whole thread block.
 template <int kRows, int kTile>
-__device__ __forceinline__ void prepare_walk(const VerifyParams& p, const Requests<kRows, kTile>& requests,
-                                             const Control& control) {
-  if (p.plan != nullptr && control.walk.position < control.walk.end) requests.fill();
-}
+struct WalkAhead {
+  const Requests<kRows, kTile>& requests;
+  bool wanted;
+  Lengths lengths;
+
+  __device__ __forceinline__ WalkAhead(const VerifyParams& p, const Requests<kRows, kTile>& requests,
+                                       const Control& control)
+      : requests(requests), wanted(p.plan != nullptr && control.walk.position < control.walk.end) {
+    if (wanted && own() < requests.tabled()) lengths = Lengths(p, own());
+  }
+
+  __device__ __forceinline__ void keep() const {
+    if (!wanted) return;
+    if (own() < requests.tabled()) requests.keep(own(), lengths);
+    requests.fill(own() + static_cast<int>(blockDim.x));
+  }
+
+ private:
+  static __device__ __forceinline__ int own() { return static_cast<int>(threadIdx.x); }
+};
 
 // Writes the plan: each warp a thread block's entry.
 template <int kRows, int kTile>
 __global__ void __launch_bounds__(128) plan_kernel(const __grid_constant__ VerifyParams p, PlanEntry* plan) {
   __shared__ int2 table[kTabledRequests];
   const Requests<kRows, kTile> requests{p, table};
-  requests.fill();
+  requests.fill(static_cast<int>(threadIdx.x));
   __syncthreads();
   const int block = blockIdx.x * 4 + threadIdx.x / 32;
   if (block >= p.clusters * p.cluster) return;

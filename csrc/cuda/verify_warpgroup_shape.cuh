@@ -28,6 +28,9 @@ struct WarpgroupShape {
   static constexpr bool kFp8Query = kKind == Kind::kFp8Query;
   static constexpr bool kExpandsQuery = false;
   static constexpr bool kFp8 = kKind == Kind::kFp8 || kFp8Query;
+  // An fp8 cache's window tile is converted by all threads, who wait for what they convert: it comes first, while the
+  // other first tiles are on their way, and a segment's tiles are taken from the last one on.
+  static constexpr bool kWindowFirst = kFp8 && !kInTurns;
   static_assert(kD % 64 == 0);
   static_assert(kInTurns ? kRowGroups == 1 && kProbabilities == 1 && kKeyStages >= kValueStages && kValueStages >= 1
                          : kValueStages >= 2 && kKeyStages >= 2 && kKeyStages + 1 >= kValueStages);
@@ -61,7 +64,7 @@ struct WarpgroupShape {
   // The same for tile groups, which load as soon as there is room, when a tile's keys or its values are to be there.
   static constexpr int kPendingKeys = 2 * kKeyStages - 1, kPendingValues = 2 * kValueStages - 1;
   // Half tiles that take as long as adding up the parts of a cluster, or those of workers; as measured.
-  static constexpr int kClusterJoin = 3, kWorkerJoin = kFp8 || kD < 256 ? 8 : 6;
+  static constexpr int kClusterJoin = 3, kWorkerJoin = kFp8 || kD < 256 ? 8 : 6, kPartJoin = kFp8 ? 2 : 6;
 
   // A result takes the place of the last keys and the last values, which lie side by side, while the other tiles of
   // the next segment are on their way already. Where that is too little, or a cluster adds up, it has the whole ring.
@@ -191,7 +194,7 @@ struct TileQueue {
   // Whether the thread block has a tile for a step; the answer is the whole warp's, which tells the compiler that it does
   // not diverge around what depends on it.
   __device__ __forceinline__ bool exists(const Segment& segment, int step) const {
-    return __any_sync(0xffffffffu, tile_of_first(step) < segment.end);
+    return __any_sync(0xffffffffu, is_inside(segment, tile_of_first(step)));
   }
 
   // Begins a segment: on their way when this returns are the query rows and the first tiles but the last keys or, of
@@ -250,23 +253,30 @@ struct TileQueue {
   __device__ __forceinline__ int tile_of(int step) const { return stream.first + stream.stride * step; }
   __device__ __forceinline__ int tile_of_first(int step) const { return tile_of(step) - S::tile_group(); }
 
+  // Whether a tile that a step would take is the segment's.
+  static __device__ __forceinline__ bool is_inside(const Segment& segment, int tile) {
+    return S::kWindowFirst ? tile >= segment.tile : tile < segment.end;
+  }
+
   // Tiles that do not exist are not looked up, and nothing is loaded of them.
   __device__ __forceinline__ void find_keys(const VerifyParams& p, const Segment& segment, int step) {
     const int index = step + S::kKeyStages;
 #pragma unroll
     for (int i = kLag; i > 0; --i) places[i] = places[i - 1];
-    if (tile_of(index) < min(segment.end, segment.context_tiles)) places[0] = find_tile<S>(p, segment, stream, index);
+    const int tile = tile_of(index);
+    if (S::kWindowFirst ? tile >= segment.tile : tile < min(segment.end, segment.context_tiles))
+      places[0] = find_tile<S>(p, segment, stream, index);
   }
 
   __device__ __forceinline__ void load_keys(const VerifyParams& p, const Segment& segment, int step, char* shared) {
     const int index = step + S::kKeyStages;
-    if (tile_of_first(index) < segment.end)
+    if (is_inside(segment, tile_of_first(index)))
       load<false>(p, segment, tile_of(index), places[0], S::key_offset(index % S::kKeyStages), shared);
   }
 
   __device__ __forceinline__ void load_values(const VerifyParams& p, const Segment& segment, int step, char* shared) {
     const int index = step + kValueLead;
-    if (index >= 0 && tile_of_first(index) < segment.end)
+    if (index >= 0 && is_inside(segment, tile_of_first(index)))
       load<true>(p, segment, tile_of(index), places[kLag], S::value_offset(index % S::kValueStages), shared);
   }
 
@@ -288,7 +298,7 @@ struct TileQueue {
   __device__ __forceinline__ bool load_side_by_side(const VerifyParams& p, const Segment& segment, int step,
                                                     char* shared) {
     const int index = step + S::kKeyStages, tile = tile_of(index);
-    if (!p.whole_tiles || tile >= min(segment.end, segment.context_tiles)) return false;
+    if (!p.whole_tiles || !is_inside(segment, tile) || tile >= segment.context_tiles) return false;
     find_keys(p, segment, step);
     const uint32_t to = smem_address(shared) + S::copy_offset();
     S::copy(segment.work.context - first_token(segment, tile),
@@ -315,13 +325,16 @@ struct TileQueue {
         return;
       }
       rows = context_rows<kValue>(p, place, to);
+    } else if constexpr (S::kWindowFirst) {
+      return;  // load_window() brings it
     } else {
       const int first = (tile - segment.context_tiles) * S::kTile;
       if (S::kFp8 || !p.aligned) {
         const uint32_t begin = static_cast<uint32_t>(offset);
         convert_window_tile<S>(
             p, segment.work.start + first, segment.head, segment.work.window - first, shared,
-            TileAddresses{kValue ? TileAddresses::kNone : begin, kValue ? begin : TileAddresses::kNone});
+            TileAddresses{kValue ? TileAddresses::kNone : begin, kValue ? begin : TileAddresses::kNone},
+            S::fill_thread());
         return;
       }
       const int token = first + S::copy_token();

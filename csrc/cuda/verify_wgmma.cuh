@@ -149,9 +149,12 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
 
   TileQueue<S> queue;
   const MergeSpace<S> space{shared};
+  const WindowAhead<S> window(p, control.segments[0], space);
+  const WalkAhead<S::kRows, S::kTile> ahead(p, requests, control);
   queue.begin(p, control.segments[0], shared);
   queue.load_last(p, control.segments[0], shared);
-  prepare_walk(p, requests, control);
+  window.keep(p, control.segments[0], space);
+  ahead.keep();
   if (threadIdx.x == 0) control.shared.worker_count = 0;
   Segment* turn = control.segments;
 #pragma unroll 1
@@ -188,6 +191,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     __syncthreads();  // what the next segment's tiles overwrite has been read
     if (!overlap) queue.begin(p, next, shared);
     queue.load_last(p, next, shared);
+    load_window<S>(p, next, S::fill_thread(), space);
   }
 #endif
 }

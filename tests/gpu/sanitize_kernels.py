@@ -128,6 +128,8 @@ def main() -> None:
         attend((8, 1, size), [5], [3000], **fp8)
         attend((8, 8, size), [2] * 40, [16 * (i % 7) + i for i in range(40)], **fp8)
         attend((16, 1, size), [64, 40], [100, 0], **fp8)
+        for count in (12, 20):  # pairs of thread blocks
+            attend((32, 8, size), [5] * count, [300] * count, **fp8)
         attend((8, 2, size), [5, 3], [100, 40], block=24, tree=True, sinks=True, softcap=20.0, **fp8)
         attend((8, 2, size), [5, 3], [300, 40], sliding_window=37, **fp8)
     for cache, block, heads, size in (
