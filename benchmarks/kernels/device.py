@@ -192,8 +192,8 @@ class Graph:
 def interleaved(graphs: Sequence[Graph], repeats: int, least_us: float) -> list[list[float]]:
     """Times of each graph, one after the other `repeats` times; each time over at least `least_us`.
 
-    Replays that do not count go before a time, for `SETTLE_US`: clocks follow the power that was drawn
-    before, and each graph would else be timed at the clocks that the one before it left.
+    Replays that do not count go before a time, for `SETTLE_US`: what ran before shows in a graph's time for
+    some milliseconds, most likely by way of the clocks, which follow the power that is drawn.
     """
     once = [g.microseconds(1) for g in graphs]
     counts = [max(1, min(40, round(least_us / us))) for us in once]
