@@ -9,7 +9,9 @@ from cells import BLOCK_SIZE, LAYERS, Cell
 
 from nwor import ops
 
-SETTLE_US = 12000.0
+#: Replays that do not count take so long before those that do, with graphs shorter than `LONG_US` and longer.
+SETTLE_US, LONG_SETTLE_US = 12_000.0, 200_000.0
+LONG_US = 3000.0
 
 
 class CachePool:
@@ -189,20 +191,22 @@ class Graph:
         return begin.elapsed_time(end) * 1e3 / replays
 
 
-def interleaved(graphs: Sequence[Graph], repeats: int, least_us: float) -> list[list[float]]:
-    """Times of each graph, one after the other `repeats` times; each time over at least `least_us`.
+def interleaved(graphs: Sequence[Graph], turns: int, least_us: float, times: int = 1) -> list[list[float]]:
+    """Times of each graph, `times` in each of `turns` turns; each over at least `least_us`.
 
-    Replays that do not count go before a time, for `SETTLE_US`: what ran before shows in a graph's time for
-    some milliseconds, most likely by way of the clocks, which follow the power that is drawn.
+    Replays that do not count begin a turn: what ran before shows in a graph's time, by way of the clocks,
+    which follow the power that is drawn. With graphs that draw all that the device may draw that takes a
+    tenth of a second and more. So a time is that of a device which does nothing else.
     """
     once = [g.microseconds(1) for g in graphs]
     counts = [max(1, min(40, round(least_us / us))) for us in once]
-    before = [max(1, round(SETTLE_US / us)) for us in once]
-    times: list[list[float]] = [[] for _ in graphs]
-    for _ in range(repeats):
-        for own, graph, count, settle in zip(times, graphs, counts, before, strict=True):
+    before = [max(1, round((SETTLE_US if us < LONG_US else LONG_SETTLE_US) / us)) for us in once]
+    series: list[list[float]] = [[] for _ in graphs]
+    for _ in range(turns):
+        for own, graph, count, settle in zip(series, graphs, counts, before, strict=True):
             own.append(graph.microseconds(count, settle))
-    return times
+            own.extend(graph.microseconds(count) for _ in range(times - 1))
+    return series
 
 
 def copy_bandwidth() -> float:

@@ -137,8 +137,9 @@ def main() -> None:
         shared = [r for r in rows if r["distinct_layers"] < data["layers"]]
         parts.append(f"### {name}\n")
         parts.append(
-            f"{data['device']}, PyTorch {data['torch']}, {data['date']}; {data['repeats']} turns; a copy"
-            f" moves {copy / 1e12:.2f} TB/s. {len(rows)} cells measured, {len(skipped)} did not fit into"
+            f"{data['device']}, PyTorch {data['torch']}, {data['date']}; {data['turns']} turns of"
+            f" {data['times']} times; a copy moves {copy / 1e12:.2f} TB/s."
+            f" {len(rows)} cells measured, {len(skipped)} did not fit into"
             f" {data['pool_gib']:.0f} GiB; in {len(shared)} of them the 32 layers share fewer caches (each"
             " still many times the L2 cache).\n"
         )

@@ -2,8 +2,9 @@
 
     python benchmarks/kernels/run.py --out results.json [--heads 32/8/128 ...] [--fp8] [--cells 16x600x4 ...]
 
-Both ways run 32 layers in one CUDA graph, in turns; a time is the median over the turns, its noise half the
-distance between the quartiles. Needs vLLM with FlashAttention 3 for the stock column.
+Both ways run 32 layers in one CUDA graph, in turns of `TIMES` times; what counts is the median over all of a
+way's times, its noise half the distance between the quartiles. Needs vLLM with FlashAttention 3 for the stock
+column.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from cells import HEADS, LAYERS, Cell, grid
 from device import CachePool, Graph, Step, copy_bandwidth, interleaved, run_nwor, run_stock
 
 from nwor import ops
+
+#: Of a way in each of its turns.
+TIMES = 3
 
 
 def summary(times: Sequence[float]) -> tuple[float, float]:
@@ -51,7 +55,7 @@ def measure(
             functions["write"] = lambda: [stock.write(i) for i in range(LAYERS)]  # type: ignore[attr-defined]
     graph_pool = torch.cuda.graph_pool_handle()
     graphs = {name: Graph(function, graph_pool) for name, function in functions.items()}
-    times = interleaved(list(graphs.values()), args.repeats, args.least_us)
+    times = interleaved(list(graphs.values()), args.turns, args.least_us, TIMES)
     for name, series in zip(graphs, times, strict=True):
         middle, noise = summary(series)
         share = 1 if name == "commit" else LAYERS
@@ -73,7 +77,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs="*", type=parse_heads, default=list(HEADS))
     parser.add_argument("--fp8", action="store_true", help="fp8_e4m3 cache instead of bf16")
     parser.add_argument("--cells", nargs="*", help="only these, as batch x context x drafts: 16x600x4")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--least-us", type=float, default=4000.0, help="time of one turn at least")
     parser.add_argument("--pool-gib", type=float, default=116.0)
     parser.add_argument("--no-stock", action="store_true")
@@ -110,7 +114,7 @@ def main() -> None:
                     {
                         "device": properties.name, "torch": torch.__version__, "layers": LAYERS,
                         "copy_bytes_per_second": bandwidth, "pool_gib": args.pool_gib,
-                        "date": time.strftime("%Y-%m-%d"), "repeats": args.repeats, "rows": rows,
+                        "date": time.strftime("%Y-%m-%d"), "turns": args.turns, "times": TIMES, "rows": rows,
                     },
                     file,
                 )  # fmt: skip

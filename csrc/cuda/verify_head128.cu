@@ -10,8 +10,8 @@ template <Kind kKind>
 cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 72);
   return launch_first_fitting<Choice<WarpgroupShape<128, 3, 1, 3, 3, kKind, 2>, 2>,
-                              Choice<WarpgroupShape<128, 5, 1, 2, 3, kKind, 1>, 2>,
-                              Choice<WarpgroupShape<128, 9, 1, 2, 3, kKind, 1>, 2>>(request);
+                              Choice<WarpgroupShape<128, 5, 1, 2, 2, kKind, 1>, 2>,
+                              Choice<WarpgroupShape<128, 9, 1, 2, 2, kKind, 1>, 2>>(request);
 }
 
 template <>

@@ -5,19 +5,16 @@
 namespace nwor {
 namespace {
 
-// Columns: row tiles, warpgroups, stages of keys, of values and of probabilities, and warpgroups that take tiles in
-// turns; then blocks per multiprocessor.
-// As measured: with many rows taking tiles in turns pays where a thread block has more than a few of them, which many
-// units make likely.
+// Columns: row tiles, warpgroups that divide the rows, stages of keys, of values and of probabilities, and tiles at a time
+// (two for a pair of warpgroups); then blocks per multiprocessor.
 template <Kind kKind>
 cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 80);
-  if (request.rows > 40 && request.rows <= 72 && request.params.batch * request.params.num_kv_heads >= 32)
-    return launch<WarpgroupShape<256, 9, 1, 1, 1, kKind, 1, 2>, 1>(request);
-  return launch_first_fitting<Choice<WarpgroupShape<256, 1, 1, 3, 3, kKind, 2>, 1>,
-                              Choice<WarpgroupShape<256, 2, 1, 3, 3, kKind, 2>, 1>,
-                              Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind, 2>, 1>,
-                              Choice<WarpgroupShape<256, 5, 1, 3, 3, kKind, 2>, 1>,
+  return launch_first_fitting<Choice<WarpgroupShape<256, 1, 1, 2, 2, kKind, 1>, 1>,
+                              Choice<WarpgroupShape<256, 2, 1, 2, 2, kKind, 1>, 1>,
+                              Choice<WarpgroupShape<256, 3, 1, 2, 2, kKind, 1>, 1>,
+                              Choice<WarpgroupShape<256, 5, 1, 2, 2, kKind, 1>, 1>,
+                              Choice<WarpgroupShape<256, 9, 1, 1, 1, kKind, 1, 2>, 1>,
                               Choice<WarpgroupShape<256, 5, 2, 3, 2, kKind, 1>, 1>>(request);
 }
 
@@ -26,7 +23,8 @@ cudaError_t launch_wgmma<Kind::kFp8>(LaunchRequest request) {
   constexpr Kind kKind = Kind::kFp8;
   request.rows = std::min(request.rows, 80);
   return launch_first_fitting<Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind, 1>, 2>,
-                              Choice<WarpgroupShape<256, 3, 2, 4, 5, kKind, 2>, 1>,
+                              Choice<WarpgroupShape<256, 5, 1, 2, 3, kKind, 1, 2>, 1>,
+                              Choice<WarpgroupShape<256, 9, 1, 2, 3, kKind, 1, 2>, 1>,
                               Choice<WarpgroupShape<256, 5, 2, 4, 5, kKind, 1>, 1>>(request);
 }
 
@@ -37,7 +35,8 @@ cudaError_t launch_wgmma<Kind::kFp8Query>(LaunchRequest request) {
   return launch_first_fitting<Choice<WarpgroupShape<256, 1, 1, 3, 3, kKind, 2>, 2>,
                               Choice<WarpgroupShape<256, 2, 1, 3, 3, kKind, 2>, 2>,
                               Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind, 1>, 2>,
-                              Choice<WarpgroupShape<256, 3, 2, 5, 6, kKind, 2>, 1>,
+                              Choice<WarpgroupShape<256, 5, 1, 2, 3, kKind, 1, 2>, 1>,
+                              Choice<WarpgroupShape<256, 9, 1, 2, 3, kKind, 1, 2>, 1>,
                               Choice<WarpgroupShape<256, 5, 2, 4, 5, kKind, 2>, 1>>(request);
 }
 

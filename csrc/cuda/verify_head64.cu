@@ -10,8 +10,8 @@ cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 72);
   return launch_first_fitting<Choice<WarpgroupShape<64, 1, 1, 3, 3, kKind, 2>, 3>,
                               Choice<WarpgroupShape<64, 2, 1, 3, 3, kKind, 2>, 3>,
-                              Choice<WarpgroupShape<64, 3, 1, 3, 3, kKind, 2>, 3>,
-                              Choice<WarpgroupShape<64, 5, 1, 3, 4, kKind, 1>, 3>,
+                              Choice<WarpgroupShape<64, 3, 1, 2, 3, kKind, 1>, 4>,
+                              Choice<WarpgroupShape<64, 5, 1, 2, 3, kKind, 1>, 4>,
                               Choice<WarpgroupShape<64, 9, 1, 3, 3, kKind, 2>, 2>>(request);
 }
 
@@ -70,7 +70,7 @@ cudaError_t launch_head64(const LaunchRequest& request) {
     if (!wgmma_for_fp8(request)) return launch_fp8(request);
     return request.params.fp8_query ? launch_wgmma<Kind::kFp8Query>(request) : launch_wgmma<Kind::kFp8>(request);
   }
-  if (request.has_wgmma && (request.rows > 24 || few_units(request)))
+  if (request.has_wgmma && (request.rows > 16 || few_units(request)))
     return request.params.is_bf16 ? launch_wgmma<Kind::kBf16>(request) : launch_wgmma<Kind::kFp16>(request);
   return request.params.is_bf16 ? launch_16bit<Kind::kBf16>(request) : launch_16bit<Kind::kFp16>(request);
 }

@@ -94,8 +94,8 @@ __device__ __forceinline__ void begin_stream(const VerifyParams& p, const Segmen
   stream.value_cache = static_cast<const char*>(p.value_cache) + segment.head * p.value_cache_head * kElement;
   const MergeSpace<S> space{shared};
   if constexpr (S::kWindowFirst) {
-    stream.stride = -space.cluster();
-    stream.first = segment.end - 1 - space.rank();
+    stream.stride = -space.cluster() * S::kGroups;
+    stream.first = segment.end - 1 - space.rank() * S::kGroups - stream.group();
   } else {
     stream.stride = space.cluster() * S::kGroups;
     stream.first = segment.tile + space.rank() * S::kGroups + stream.group();

@@ -24,14 +24,22 @@ __device__ __forceinline__ void convert_keys(uint32_t tile, uint32_t (&fragments
   }
 }
 
-// This warp's 16 positions of each 64 of a tile of fp8 values as fragments, 16 tokens each; even positions in the
-// first eight rows, odd ones in the others. See multiply_values().
+// Where the part of a tile of values begins that this warpgroup multiplies.
+template <class S>
+__device__ __forceinline__ uint32_t own_values(uint32_t tile) {
+  constexpr int kPanels = S::kBlocks * 64 * (S::kRowBytes / S::kHeadSize) / S::kPitch;
+  static_assert(!S::kInPairs || kPanels * S::kGroups * S::kPanelBytes == S::kTileBytes);
+  return tile + S::group() * kPanels * S::kPanelBytes;
+}
+
+// This warp's 16 positions of each 64 of its part of a tile of fp8 values as fragments, 16 tokens each; even positions in
+// the first eight rows, odd ones in the others. See multiply_values().
 template <class S, bool kE5m2>
-__device__ __forceinline__ void convert_values(uint32_t tile, uint32_t (&fragments)[S::kHeadSize / 64][4][4]) {
+__device__ __forceinline__ void convert_values(uint32_t tile, uint32_t (&fragments)[S::kBlocks][4][4]) {
   constexpr int kChunks = S::kPitch / 16;
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int b = 0; b < S::kHeadSize / 64; ++b) {
+  for (int b = 0; b < S::kBlocks; ++b) {
     const uint32_t address = tile + 4 * b / kChunks * S::kPanelBytes + lane * S::kPitch +
                              (((4 * b % kChunks + S::warp()) ^ row_swizzle<kChunks>(lane)) << 4);
 #pragma unroll
@@ -55,7 +63,7 @@ template <class S>
 struct TileOperands {
   static constexpr bool kKeys = S::kFp8 && !S::kFp8Query;
   uint32_t keys[kKeys ? S::kHeadSize / 16 : 1][4];
-  uint32_t values[S::kFp8 ? S::kHeadSize / 64 : 1][4][4];
+  uint32_t values[S::kFp8 ? S::kGroups : 1][S::kBlocks][4][4];
 
   __device__ __forceinline__ void hold_keys() const {
     if constexpr (kKeys) {
@@ -66,9 +74,11 @@ struct TileOperands {
   __device__ __forceinline__ void hold_values() const {
     if constexpr (S::kFp8) {
 #pragma unroll
-      for (int b = 0; b < S::kHeadSize / 64; ++b)
+      for (int g = 0; g < S::kGroups; ++g)
 #pragma unroll
-        for (int k = 0; k < 4; ++k) hold(values[b][k]);
+        for (int b = 0; b < S::kBlocks; ++b)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) hold(values[g][b][k]);
     }
   }
   static __device__ __forceinline__ void hold(const uint32_t (&fragment)[4]) {
@@ -121,33 +131,37 @@ __device__ __forceinline__ void multiply_tile_keys(uint32_t tile, uint32_t query
   }
 }
 
-// O^T += V^T P^T of a tile, under way when this returns.
+// O^T += V^T P^T of a tile or a pair of tiles, for this warpgroup's part of the head; under way when this returns.
 template <class S>
-__device__ __forceinline__ void multiply_tile_values(uint32_t tile, uint32_t probabilities, bool e5m2,
+__device__ __forceinline__ void multiply_tile_values(uint32_t tiles, uint32_t probabilities, bool e5m2,
                                                      TileOperands<S>& operands,
-                                                     float (&accumulator)[S::kHeadSize / 64][S::kRowTiles][4]) {
-  const WgmmaOperand<> rows(probabilities);
-  if constexpr (S::kFp8) {
-    if (e5m2) {
-      convert_values<S, true>(tile, operands.values);
+                                                     float (&accumulator)[S::kBlocks][S::kRowTiles][4]) {
+#pragma unroll
+  for (int g = 0; g < S::kGroups; ++g) {
+    const uint32_t tile = own_values<S>(tiles + g * S::kTileBytes);
+    const WgmmaOperand<> rows(probabilities + g * S::kProbabilityBytes);
+    if constexpr (S::kFp8) {
+      if (e5m2) {
+        convert_values<S, true>(tile, operands.values[g]);
+      } else {
+        convert_values<S, false>(tile, operands.values[g]);
+      }
+      wgmma_begin();
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b)
+          WgmmaFragments<S::kRowTiles>::run(accumulator[b], operands.values[g][b][k], rows.at(k * 32), true);
     } else {
-      convert_values<S, false>(tile, operands.values);
+      const WgmmaOperand<> values(tile);
+      if (g == 0) wgmma_begin();
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b)
+          Wgmma<S::kRowTiles, S::kKind, 1>::run(accumulator[b], values.at(b * S::kPanelBytes + k * 16 * 128),
+                                                rows.at(k * 32), true);
     }
-    wgmma_begin();
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int b = 0; b < S::kHeadSize / 64; ++b)
-        WgmmaFragments<S::kRowTiles>::run(accumulator[b], operands.values[b][k], rows.at(k * 32), true);
-  } else {
-    const WgmmaOperand<> values(tile);
-    wgmma_begin();
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int b = 0; b < S::kHeadSize / 64; ++b)
-        Wgmma<S::kRowTiles, S::kKind, 1>::run(accumulator[b], values.at(b * S::kPanelBytes + k * 16 * 128),
-                                              rows.at(k * 32), true);
   }
 }
 

@@ -9,18 +9,21 @@
 namespace nwor {
 
 // A thread block has kRowGroups warpgroups, each with 8 * kRowTiles query rows of its own; all read the same tiles. Or
-// it has kTileGroups warpgroups with all of 8 * kRowTiles rows each, which take tiles in turns; then stages and room for
-// probabilities are those of each. Two row groups read every tile twice, two tile groups have two sums to add up.
+// its two warpgroups take tiles in pairs: each computes the scores of all rows with a tile of its own, and half of the
+// head's values of both. Two row groups read and convert every tile twice, a pair's warpgroups only once. A stage is then
+// a pair, as is the room for probabilities. With one stage of each a loop of its own loads keys and values as soon as
+// there is room.
 template <int kD, int kRowTiles_, int kRowGroups_, int kKeyStages_, int kValueStages_, Kind kKind_,
-          int kProbabilities_, int kTileGroups_ = 1>
+          int kProbabilities_, int kGroups_ = 1>
 struct WarpgroupShape {
   static constexpr int kHeadSize = kD;
   static constexpr int kTile = 64;
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr int kRowGroups = kRowGroups_;
   static constexpr int kRowWarps = 4 * kRowGroups;
-  static constexpr int kGroups = kTileGroups_;
-  static constexpr bool kInTurns = kGroups > 1;
+  static constexpr int kGroups = kGroups_;  // tiles at a time
+  static constexpr bool kInPairs = kGroups == 2;
+  static constexpr int kBlocks = kD / 64 / kGroups;  // of 64 head positions, in a warpgroup's part of the result
   static constexpr int kKeyStages = kKeyStages_;
   static constexpr int kValueStages = kValueStages_;
   static constexpr int kProbabilities = kProbabilities_;  // tiles whose probabilities have room
@@ -30,10 +33,12 @@ struct WarpgroupShape {
   static constexpr bool kFp8 = kKind == Kind::kFp8 || kFp8Query;
   // An fp8 cache's window tile is converted by all threads, who wait for what they convert: it comes first, while the
   // other first tiles are on their way, and a segment's tiles are taken from the last one on.
-  static constexpr bool kWindowFirst = kFp8 && !kInTurns;
+  static constexpr bool kWindowFirst = kFp8;
+  static constexpr bool kOneStage = kKeyStages == 1 && kValueStages == 1;
   static_assert(kD % 64 == 0);
-  static_assert(kInTurns ? kRowGroups == 1 && kProbabilities == 1 && kKeyStages >= kValueStages && kValueStages >= 1
-                         : kValueStages >= 2 && kKeyStages >= 2 && kKeyStages + 1 >= kValueStages);
+  static_assert(kGroups == 1 || (kInPairs && kRowGroups == 1 && kD % 128 == 0));
+  static_assert(kOneStage ? kProbabilities == 1 && kInPairs && !kFp8
+                          : kValueStages >= 2 && kKeyStages >= 2 && kKeyStages + 1 >= kValueStages);
   static_assert(kProbabilities == 1 || kProbabilities == 2);
 
   static constexpr int kThreads = 128 * kRowGroups * kGroups;
@@ -43,15 +48,15 @@ struct WarpgroupShape {
   static constexpr int kPitch = kRowBytes < 128 ? kRowBytes : 128;
   static constexpr int kPanelBytes = kTile * kPitch;
   static constexpr int kTileBytes = kTile * kRowBytes;
+  static constexpr int kStageBytes = kGroups * kTileBytes;
   static constexpr int kQueryRowBytes = kD * (kFp8Query ? 1 : 2);
   static constexpr int kQueryPitch = kQueryRowBytes < 128 ? kQueryRowBytes : 128;
   static constexpr int kQueryPanelBytes = kRows * kQueryPitch;
   static constexpr int kQueryBytes = (kRows * kQueryRowBytes + 1023) / 1024 * 1024;  // where a swizzle's period begins
-  static constexpr int kGroupRingBytes = (kKeyStages + kValueStages) * kTileBytes;
-  static constexpr int kRingBytes = kGroups * kGroupRingBytes;
+  static constexpr int kRingBytes = (kKeyStages + kValueStages) * kStageBytes;
   static constexpr int kProbabilityBytes = kRows * 128;  // of one tile
   // A step's copies are two groups, of which what is wanted first comes first.
-  static constexpr bool kValuesFirst = !kInTurns && kKeyStages > kValueStages;
+  static constexpr bool kValuesFirst = kKeyStages > kValueStages;
   // Groups that may be under way when a tile's values, loaded kValueStages - 1 steps before, and the next one's keys,
   // loaded kKeyStages - 1 steps before, are to be there. With room for two tiles' probabilities a step waits before it
   // loads, else after.
@@ -61,31 +66,31 @@ struct WarpgroupShape {
                                   2 * (kProbabilities - 1);
   // The same when the query rows and the first keys are to be there.
   static constexpr int kPendingAtFirst = 2 * kKeyStages - (kValuesFirst ? 2 : 1);
-  // The same for tile groups, which load as soon as there is room, when a tile's keys or its values are to be there.
-  static constexpr int kPendingKeys = 2 * kKeyStages - 1, kPendingValues = 2 * kValueStages - 1;
+  // The same with one stage, when a tile's keys or its values are to be there.
+  static constexpr int kPendingOneStage = 1;
   // Half tiles that take as long as adding up the parts of a cluster, or those of workers; as measured.
   static constexpr int kClusterJoin = 3, kWorkerJoin = kFp8 || kD < 256 ? 8 : 6, kPartJoin = kFp8 ? 2 : 6;
 
   // A result takes the place of the last keys and the last values, which lie side by side, while the other tiles of
   // the next segment are on their way already. Where that is too little, or a cluster adds up, it has the whole ring.
-  // The sum of tile groups has the place of the last group's last values, and as much room more as it needs.
+  // With one stage it has the values' place, and as much room more as it needs.
   static constexpr int kSumStride = kD + 4;
   static constexpr int kSumBytes = kRows * kSumStride * 4;
   static constexpr int kSpareBytes =
-      kInTurns && kSumBytes > kTileBytes ? (kSumBytes - kTileBytes + 1023) / 1024 * 1024 : 0;
+      kOneStage && kSumBytes > kStageBytes ? (kSumBytes - kStageBytes + 1023) / 1024 * 1024 : 0;
   static constexpr int merge_slices(int bytes) {
     for (int slices = kD / 16; slices > 4; slices -= 4)
       if (kD / 16 % slices == 0 && kRows * (slices * 16 + 4) * 4 <= bytes) return slices;
     return 4;
   }
-  static constexpr bool kOverlap = kInTurns || kRows * (4 * 16 + 4) * 4 <= 2 * kTileBytes;
-  static constexpr int kMergeSlices = kInTurns ? kD / 16 : merge_slices(kOverlap ? 2 * kTileBytes : kRingBytes);
+  static constexpr bool kOverlap = kOneStage || kRows * (4 * 16 + 4) * 4 <= 2 * kStageBytes;
+  static constexpr int kMergeSlices = kOneStage ? kD / 16 : merge_slices(kOverlap ? 2 * kStageBytes : kRingBytes);
   static constexpr int kMergeStride = kMergeSlices * 16 + 4;
   static constexpr int kMergeGroups = 1;
-  static constexpr int kSumOffset = kQueryBytes + (kInTurns ? kRingBytes - kTileBytes : 0);
+  static constexpr int kSumOffset = kQueryBytes + (kOneStage ? kStageBytes : 0);
   static constexpr int kMergeOffset =
-      kInTurns ? kSumOffset : kQueryBytes + (kOverlap ? (kKeyStages - 1) * kTileBytes : 0);
-  static_assert(kInTurns || kRows * kMergeStride * 4 <= (kOverlap ? 2 * kTileBytes : kRingBytes));
+      kOneStage ? kSumOffset : kQueryBytes + (kOverlap ? (kKeyStages - 1) * kStageBytes : 0);
+  static_assert(kOneStage || kRows * kMergeStride * 4 <= (kOverlap ? 2 * kStageBytes : kRingBytes));
   static_assert(kSumOffset + kSumBytes <= kQueryBytes + kRingBytes + kSpareBytes);
 
   static constexpr int kProbabilityOffset = kQueryBytes + kRingBytes + kSpareBytes;
@@ -96,9 +101,7 @@ struct WarpgroupShape {
   static constexpr int kOutputOffset = kRowsOffset + kRows * 8;
   static_assert(kOutputOffset + kRows * 8 <= kProbabilityOffset + kGroups * kProbabilityBytes);
   static constexpr int kFlagOffset = kProbabilityOffset + kGroups * kProbabilities * kProbabilityBytes;
-  static constexpr int kBarrierOffset = kFlagOffset + 16;  // of each tile group
-  static constexpr int kMaximaOffset = kBarrierOffset + (kInTurns ? kGroups * 8 : 0);  // two arrays of each tile group
-  static constexpr int kControlOffset = kMaximaOffset + (kInTurns ? kGroups * 2 * kRows * 4 : 0);
+  static constexpr int kControlOffset = kFlagOffset + 16;
   static constexpr int kTableOffset = kControlOffset + kControlBytes;
   static constexpr int kSharedBytes = kTableOffset + kTabledRequests * 8;
 
@@ -106,27 +109,19 @@ struct WarpgroupShape {
   static __device__ __forceinline__ int first_row() {  // the warpgroup's first query row
     return kRowGroups == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * 8 * kRowTiles;
   }
-  static __device__ __forceinline__ int tile_group() { return kInTurns ? static_cast<int>(threadIdx.x / 128) : 0; }
-  static __device__ __forceinline__ int key_offset(int slot) {
-    return kQueryBytes + tile_group() * kGroupRingBytes + slot * kTileBytes;
+  static __device__ __forceinline__ int group() { return kInPairs ? static_cast<int>(threadIdx.x / 128) : 0; }
+  // Where stages begin, and in them the tiles that this warp helps to fill.
+  static __device__ __forceinline__ int key_stage(int slot) { return kQueryBytes + slot * kStageBytes; }
+  static __device__ __forceinline__ int value_stage(int slot) {
+    return kQueryBytes + (kKeyStages + kValueStages - 1 - slot) * kStageBytes;
   }
-  static __device__ __forceinline__ int value_offset(int slot) {  // tile groups' last one comes last
-    return kQueryBytes + tile_group() * kGroupRingBytes +
-           (kInTurns ? kKeyStages + slot : kKeyStages + kValueStages - 1 - slot) * kTileBytes;
-  }
-  static __device__ __forceinline__ int maxima_offset() { return kMaximaOffset + tile_group() * 2 * kRows * 4; }
-  static __device__ __forceinline__ int exchange_offset() {  // where a tile group's warps exchange maxima
-    static_assert(!kInTurns || kGroups * kRows * 16 <= kSpareBytes);
-    return kQueryBytes + kRingBytes + tile_group() * kRows * 16;
-  }
-  static __device__ __forceinline__ int probability_offset() {
-    return kProbabilityOffset + tile_group() * kProbabilityBytes;
-  }
+  static __device__ __forceinline__ int key_offset(int slot) { return key_stage(slot) + group() * kTileBytes; }
+  static __device__ __forceinline__ int value_offset(int slot) { return value_stage(slot) + group() * kTileBytes; }
   static __device__ __forceinline__ uint32_t key_tile(const char* shared, int slot) {
     return smem_address(shared) + key_offset(slot);
   }
-  static __device__ __forceinline__ uint32_t value_tile(const char* shared, int slot) {
-    return smem_address(shared) + value_offset(slot);
+  static __device__ __forceinline__ uint32_t value_tiles(const char* shared, int slot) {
+    return smem_address(shared) + value_stage(slot);
   }
 
   static __device__ __forceinline__ int query_offset(int row, int chunk) {
@@ -144,7 +139,7 @@ struct WarpgroupShape {
   static __device__ __forceinline__ int copy_token() { return warp() * 16; }
   // Where copying cannot fill a tile, all threads do that its warps belong to.
   static constexpr int kFillThreads = kThreads / kGroups;
-  static __device__ __forceinline__ int fill_thread() { return kInTurns ? threadIdx.x % kFillThreads : threadIdx.x; }
+  static __device__ __forceinline__ int fill_thread() { return kInPairs ? threadIdx.x % kFillThreads : threadIdx.x; }
   static __device__ __forceinline__ int copy_offset() { return warp() * 16 * kPitch; }
 
   // Rows evenly spaced, and where they go.
@@ -181,13 +176,13 @@ struct WarpgroupShape {
 
 // The tiles of a segment on their way into the rings. A step makes room for the keys of tile step + kKeyStages and the
 // values of tile step + kValueLead; their copies are two groups, also where nothing is left to load, so that a count of
-// groups tells what has arrived. Steps before the first fill the rings. Tile groups take as many steps as the first of
-// them has tiles; one that lacks the last of them has zeros there.
+// groups tells what has arrived. Steps before the first fill the rings. The last pair of a segment may lack a tile; then
+// zeros are in its place.
 template <class S>
 struct TileQueue {
-  static constexpr int kValueLead = S::kInTurns ? S::kValueStages : S::kValueStages - 1;
+  static constexpr int kValueLead = S::kOneStage ? S::kValueStages : S::kValueStages - 1;
   static constexpr int kLag = S::kKeyStages - kValueLead;  // tiles from the keys back to the values
-  static constexpr bool kSideBySide = !S::kInTurns && kLag == 0;
+  static constexpr bool kSideBySide = !S::kOneStage && kLag == 0;
   Stream<S> stream;
   int2 places[kLag + 1];  // of the last keys; the newest first
 
@@ -197,13 +192,19 @@ struct TileQueue {
     return __any_sync(0xffffffffu, is_inside(segment, tile_of_first(step)));
   }
 
-  // Begins a segment: on their way when this returns are the query rows and the first tiles but the last keys or, of
-  // tile groups, values.
+  // Whether, where the thread block has a tile for a step, this warpgroup has one as well.
+  __device__ __forceinline__ bool is_whole(const Segment& segment, int step) const {
+    return !S::kInPairs || is_inside(segment, tile_of(step));
+  }
+
+  // Begins a segment: on their way when this returns are the query rows and the first tiles but the last keys or, with
+  // one stage, values.
   __device__ __forceinline__ void begin(const VerifyParams& p, const Segment& segment, char* shared) {
     begin_stream<S>(p, segment, stream, shared);
+    // Keys before values, since they are waited for alone; but not where the two share lines of memory.
 #pragma unroll 1
-    for (int step = -S::kKeyStages; step < -1; ++step) advance(p, segment, step, shared);
-    if constexpr (S::kInTurns) {
+    for (int step = -S::kKeyStages; step < -1; ++step) advance<S::kRowBytes < 128>(p, segment, step, shared);
+    if constexpr (S::kOneStage) {
       next_keys(p, segment, -1, shared);
     } else {
       find_keys(p, segment, -1);
@@ -213,7 +214,7 @@ struct TileQueue {
   }
 
   __device__ __forceinline__ void load_last(const VerifyParams& p, const Segment& segment, char* shared) {
-    if constexpr (S::kInTurns) {
+    if constexpr (S::kOneStage) {
       next_values(p, segment, -1, shared);
     } else {
       load_keys(p, segment, -1, shared);
@@ -222,6 +223,8 @@ struct TileQueue {
     }
   }
 
+  // `kTogether`: keys and values of a tile side by side, where they are loaded in the same step.
+  template <bool kTogether = true>
   __device__ __forceinline__ void advance(const VerifyParams& p, const Segment& segment, int step, char* shared) {
     if constexpr (S::kValuesFirst) {
       find_keys(p, segment, step);
@@ -230,7 +233,7 @@ struct TileQueue {
       load_keys(p, segment, step, shared);
       copy_async_commit();
     } else {
-      if constexpr (kSideBySide) {
+      if constexpr (kSideBySide && kTogether) {
         if (load_side_by_side(p, segment, step, shared)) return;
       }
       next_keys(p, segment, step, shared);
@@ -251,7 +254,9 @@ struct TileQueue {
 
  private:
   __device__ __forceinline__ int tile_of(int step) const { return stream.first + stream.stride * step; }
-  __device__ __forceinline__ int tile_of_first(int step) const { return tile_of(step) - S::tile_group(); }
+  __device__ __forceinline__ int tile_of_first(int step) const {  // of a pair, the one that is there
+    return tile_of(step) + (S::kWindowFirst ? S::group() : -S::group());
+  }
 
   // Whether a tile that a step would take is the segment's.
   static __device__ __forceinline__ bool is_inside(const Segment& segment, int tile) {
@@ -315,7 +320,7 @@ struct TileQueue {
     const uint32_t to = smem_address(shared) + offset + S::copy_offset();
     typename S::Rows rows{stream.key_cache, 0, to};
     int valid = 0;
-    if (S::kInTurns && tile >= segment.end) {  // zeros
+    if (S::kInPairs && !is_inside(segment, tile)) {  // zeros
     } else if (tile < segment.context_tiles) {
       const int token = first_token(segment, tile);
       valid = segment.work.context - token;

@@ -15,71 +15,40 @@ struct SharedRows {
   __device__ __forceinline__ Pair operator[](int j) const { return Pair{*reinterpret_cast<const float2*>(first + 8 * j)}; }
 };
 
-// The running maxima of a warpgroup's rows, base 2; negative, since that is what is added to a score. In registers.
-template <class S, bool kShared = S::kInTurns>
-struct RunningMaxima {
-  float minus_maximum[S::kRowTiles][2];
-
-  __device__ __forceinline__ void clear(char*) {
-#pragma unroll
-    for (int j = 0; j < S::kRowTiles; ++j)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) minus_maximum[j][c] = -kNoScore;
-  }
-  // Where higher ones are left, [rows]: in the room for probabilities, behind what is exchanged.
-  __device__ __forceinline__ float* next(float* exchange) const { return exchange + 4 * 8 * S::kRowTiles; }
-  __device__ __forceinline__ void set(int j, int c, float value) { minus_maximum[j][c] = value; }
-  __device__ __forceinline__ void take() {}
-};
-
-// The same in shared memory, in two arrays that are used in turns: where tiles are taken in turns, registers are wanted
-// for the result.
 template <class S>
-struct RunningMaxima<S, true> {
-  SharedRows minus_maximum;
-  int other;  // floats from this lane's first row in one array to the other
+struct WarpgroupState {
+  float minus_maximum[S::kRowTiles][2];  // of the running maxima, base 2: what is added to a score
+  float sum[S::kRowTiles][2];            // this lane's part
+  float accumulator[S::kBlocks][S::kRowTiles][4];  // O^T; block b, this warp: slice 4b + warp of the warpgroup's part
 
-  // A barrier has to follow.
-  __device__ __forceinline__ void clear(char* shared) {
-    float* maxima = reinterpret_cast<float*>(shared + S::maxima_offset());
-    const int thread = threadIdx.x % 128;
-    if (thread < S::kRows) maxima[thread] = -kNoScore;
-    minus_maximum.first = maxima + thread % 4 * 2;
-    other = S::kRows;
-  }
-  __device__ __forceinline__ float* next(float*) const {
-    return minus_maximum.first + other - static_cast<int>(threadIdx.x % 4) * 2;
-  }
-  __device__ __forceinline__ void set(int, int, float) {}
-  __device__ __forceinline__ void take() {
-    minus_maximum.first += other;
-    other = -other;
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int j = 0; j < S::kRowTiles; ++j) {
+      minus_maximum[j][0] = minus_maximum[j][1] = -kNoScore;
+      sum[j][0] = sum[j][1] = 0.f;
+#pragma unroll
+      for (int b = 0; b < S::kBlocks; ++b)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) accumulator[b][j][e] = 0.f;
+    }
   }
 };
 
+// Scores of a step's tile with soft cap and masks, in which the rest of the softmax may not tell them apart.
 template <class S>
-struct WarpgroupState : RunningMaxima<S> {
-  float accumulator[S::kHeadSize / 64][S::kRowTiles][4];  // O^T; block b, this warp: slice 4b + warp
-  float sum[S::kRowTiles][2];                             // this lane's part
-};
-
-template <class S>
-__device__ __forceinline__ void clear(WarpgroupState<S>& state, char* shared) {
-  state.RunningMaxima<S>::clear(shared);
-#pragma unroll
-  for (int j = 0; j < S::kRowTiles; ++j) {
-#pragma unroll
-    for (int b = 0; b < S::kHeadSize / 64; ++b)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) state.accumulator[b][j][e] = 0.f;
-    state.sum[j][0] = state.sum[j][1] = 0.f;
-  }
+__device__ __forceinline__ void scale_and_mask(const VerifyParams& p, const Segment& segment, const TileQueue<S>& queue,
+                                               int step, float logit_scale, float exponent_scale, int masked_before,
+                                               float (&scores)[S::kRowTiles][4]) {
+  const int tile = queue.stream.first + queue.stream.stride * step;
+  const bool window = tile >= segment.context_tiles;
+  const int token =
+      (window ? tile - segment.context_tiles : segment.first_context_tile + tile) * S::kTile + 16 * S::warp();
+  int valid = (window ? segment.work.window : segment.work.context) - token;
+  if (!queue.is_whole(segment, step)) valid = 0;
+  if (p.softcap != 0.f) soft_cap(p.softcap, logit_scale, exponent_scale, scores);
+  if (window || valid < 16 || token < masked_before)
+    mask_scores<S>(p, segment, S::first_row(), window, token, valid, scores);
 }
-
-// The barrier of all threads of the thread block.
-struct BlockBarrier {
-  __device__ __forceinline__ void sync() const { __syncthreads(); }
-};
 
 // Where this lane's row of a probability fragment goes: row lane % 8 of eight, tokens 16 * warp and eight further.
 template <class S>
@@ -88,15 +57,17 @@ __device__ __forceinline__ uint32_t probability_place(uint32_t probabilities) {
   return probabilities + lane % 8 * 128 + (((2 * S::warp() + lane / 8 % 2) ^ (lane % 8)) << 4);
 }
 
-// The running maxima of all rows after a tile that exceeds them, and what was added up shrunk to fit. Each row's four
-// warps leave what they found at `room`, one thread for each row joins it. Called by all threads of the barrier; the
-// room may be that of probabilities which nothing reads.
-template <class S, class Barrier>
+// The running maxima of all rows after a tile that exceeds them, and what was added up shrunk to fit. Each row's warps,
+// those of both warpgroups where tiles come in pairs, leave what they found at `room`, one thread for each row joins it.
+// Called by all threads; the room is that of probabilities which nothing reads.
+template <class S>
 __device__ __forceinline__ void raise_maxima(float scale, bool first, const float (&scores)[S::kRowTiles][4],
-                                             WarpgroupState<S>& state, char* room, const Barrier& barrier) {
-  const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
-  float* exchange = reinterpret_cast<float*>(room);  // [rows, 4]
-  float* next = state.next(exchange);
+                                             WarpgroupState<S>& state, char* room) {
+  constexpr int kWarps = S::kStatGroups, kThreads = 128 * S::kGroups;
+  const int lane = threadIdx.x % 32, thread = threadIdx.x % kThreads;
+  float* exchange = reinterpret_cast<float*>(room);  // [rows, kWarps]
+  float* next = exchange + kWarps * 8 * S::kRowTiles;
+  static_assert((kWarps + 1) * 4 <= 128);
 #pragma unroll
   for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
@@ -105,33 +76,36 @@ __device__ __forceinline__ void raise_maxima(float scale, bool first, const floa
       highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 4));
       highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 8));
       highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 16));
-      if (lane < 4) exchange[4 * (8 * j + 2 * lane + c) + S::warp()] = highest;
+      if (lane < 4) exchange[kWarps * (8 * j + 2 * lane + c) + thread / 32] = highest;
     }
-  barrier.sync();
+  __syncthreads();
   if (thread < 8 * S::kRowTiles) {
-    const float4 found = *reinterpret_cast<const float4*>(exchange + 4 * thread);
-    next[thread] = -fmaxf(fmaxf(found.x, found.y), fmaxf(found.z, found.w));
+    const float4* found = reinterpret_cast<const float4*>(exchange + kWarps * thread);
+    float highest = kNoScore;
+#pragma unroll
+    for (int i = 0; i < kWarps / 4; ++i)
+      highest = fmaxf(highest, fmaxf(fmaxf(found[i].x, found[i].y), fmaxf(found[i].z, found[i].w)));
+    next[thread] = -highest;
   }
-  barrier.sync();
-  const SharedRows raised{next + lane % 4 * 2};
+  __syncthreads();
 #pragma unroll
   for (int j = 0; j < S::kRowTiles; ++j) {
-    const SharedRows::Pair pair = raised[j];
+    const float2 pair = *reinterpret_cast<const float2*>(next + 8 * j + lane % 4 * 2);
+    const float raised[2] = {pair.x, pair.y};
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const float shrink = exp2_fast(pair[c] - state.minus_maximum[j][c]);
-      state.set(j, c, pair[c]);
+      const float shrink = exp2_fast(raised[c] - state.minus_maximum[j][c]);
+      state.minus_maximum[j][c] = raised[c];
       if (first) continue;
       state.sum[j][c] *= shrink;
 #pragma unroll
-      for (int b = 0; b < S::kHeadSize / 64; ++b) {
+      for (int b = 0; b < S::kBlocks; ++b) {
         state.accumulator[b][j][c] *= shrink;
         state.accumulator[b][j][2 + c] *= shrink;
       }
     }
   }
-  state.take();
-  if constexpr (!S::kInTurns) barrier.sync();  // the probabilities may overwrite the maxima
+  __syncthreads();  // the probabilities may overwrite the maxima
 }
 
 // Scores to probabilities relative to the running maxima, and those to shared memory. `sum`: this lane's part with them;

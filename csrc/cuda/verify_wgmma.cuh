@@ -5,7 +5,7 @@
 // fp16 there, each byte once per warpgroup, and are the product's operand from there. With an fp8 query only values do.
 #pragma once
 
-#include "verify_turns.cuh"
+#include "verify_pairs.cuh"
 
 namespace nwor {
 
@@ -19,12 +19,12 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
                                                WarpgroupState<S>& state, char* shared) {
   const uint32_t query = smem_address(shared) + S::first_row() * S::kQueryPitch;
   const uint32_t probabilities = smem_address(shared) + S::kProbabilityOffset + S::first_row() * 128;
-  const uint32_t store_to = probability_place<S>(probabilities);
+  const uint32_t store_to = probability_place<S>(probabilities + S::group() * S::kProbabilityBytes);
   char* exchange = shared + S::kProbabilityOffset + S::first_row() * 128;
   const float logit_scale = p.scale * logit_descale<S>(p, segment.head);
   const float exponent_scale = logit_scale * kLog2e;
   const int masked_before = p.sliding_window > 0 ? segment.work.context + segment.work.window - p.sliding_window : 0;
-  clear(state, shared);
+  state.clear();
   copy_async_wait<S::kPendingAtFirst>();
   if constexpr (S::kFp8) finish_query<S>(p, shared);
   fence_async_proxy();
@@ -39,21 +39,14 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
     int key_slot = 1, value_slot = 0, parity = 0;
 #pragma unroll 1
     for (int step = 0;; ++step) {
-      const int tile = queue.stream.first + queue.stream.stride * step;
-      const bool window = tile >= segment.context_tiles;
-      const int token =
-          (window ? tile - segment.context_tiles : segment.first_context_tile + tile) * S::kTile + 16 * S::warp();
-      const int valid = (window ? segment.work.window : segment.work.context) - token;
-      if (p.softcap != 0.f) soft_cap(p.softcap, logit_scale, exponent_scale, scores);
-      if (window || valid < 16 || token < masked_before)
-        mask_scores<S>(p, segment, S::first_row(), window, token, valid, scores);
+      scale_and_mask<S>(p, segment, queue, step, logit_scale, exponent_scale, masked_before, scores);
       bool exceeds = highest_excess(exponent_scale, scores, state.minus_maximum) > kRescaleAbove, raise = step == 0;
       if constexpr (S::kProbabilities == 1) {
         wgmma_wait<0>();  // for the previous tile's values
         operands.hold_values();
         raise |= __syncthreads_or(exceeds) != 0;
         queue.advance(p, segment, step, shared);
-        if (raise) raise_maxima<S>(exponent_scale, step == 0, scores, state, exchange, BlockBarrier{});
+        if (raise) raise_maxima<S>(exponent_scale, step == 0, scores, state, exchange);
         store_probabilities<S>(store_to, exponent_scale, scores, state, state.sum);
         copy_async_wait<S::kPending>();
         fence_async_proxy();
@@ -64,7 +57,7 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
         do {
           if (raise) {
             wgmma_wait<0>();
-            raise_maxima<S>(exponent_scale, step == 0, scores, state, exchange + parity, BlockBarrier{});
+            raise_maxima<S>(exponent_scale, step == 0, scores, state, exchange + parity);
             exceeds = false;
           }
           store_probabilities<S>(store_to + parity, exponent_scale, scores, state, sum);
@@ -82,17 +75,17 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
       if (!queue.exists(segment, step + 1)) break;
       multiply_tile_keys<S>(S::key_tile(shared, key_slot), query, p.is_e5m2, operands, scores);
       wgmma_commit();
-      multiply_tile_values<S>(S::value_tile(shared, value_slot), probabilities + parity, p.is_e5m2, operands,
+      multiply_tile_values<S>(S::value_tiles(shared, value_slot), probabilities + parity, p.is_e5m2, operands,
                               state.accumulator);
       wgmma_commit();
       if constexpr (S::kProbabilities == 2) queue.advance(p, segment, step, shared);
       key_slot = key_slot + 1 == S::kKeyStages ? 0 : key_slot + 1;
       value_slot = value_slot + 1 == S::kValueStages ? 0 : value_slot + 1;
-      if constexpr (S::kProbabilities == 2) parity = S::kProbabilityBytes - parity;
+      if constexpr (S::kProbabilities == 2) parity = S::kGroups * S::kProbabilityBytes - parity;
       wgmma_wait<1>();  // the next tile's scores are there
       operands.hold_keys();
     }
-    multiply_tile_values<S>(S::value_tile(shared, value_slot), probabilities + parity, p.is_e5m2, operands,
+    multiply_tile_values<S>(S::value_tiles(shared, value_slot), probabilities + parity, p.is_e5m2, operands,
                             state.accumulator);
     wgmma_commit();
     wgmma_wait<0>();
@@ -106,19 +99,22 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
 // a cluster adds up, it stays in shared memory.
 template <class S>
 __device__ __forceinline__ void pass_result(const VerifyParams& p, const Segment& segment, int slot,
-                                            const float (&accumulator)[S::kHeadSize / 64][S::kRowTiles][4],
+                                            const float (&accumulator)[S::kBlocks][S::kRowTiles][4],
                                             const MergeSpace<S>& space) {
   const int lane = threadIdx.x % 32;
   const int row = S::first_row() + lane % 4 * 2, column = S::warp() * 16 + lane / 4 * 2;
   const auto put = [&](float* to, int stride, int begin, int slices) {
 #pragma unroll
-    for (int b = 0; b < slices / 4; ++b)
+    for (int b = 0; b < S::kBlocks; ++b) {
+      const int block = S::group() * S::kBlocks + b - begin / 4;
+      if (block < 0 || block >= slices / 4) continue;
 #pragma unroll
       for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-          *reinterpret_cast<float2*>(to + (row + 8 * j + e) * stride + column + b * 64) =
-              make_float2(accumulator[begin / 4 + b][j][e], accumulator[begin / 4 + b][j][2 + e]);
+          *reinterpret_cast<float2*>(to + (row + 8 * j + e) * stride + column + block * 64) =
+              make_float2(accumulator[b][j][e], accumulator[b][j][2 + e]);
+    }
   };
   if (space.cluster() > 1) {
     put(space.sum(), S::kSumStride, 0, S::kHeadSize / 16);
@@ -143,9 +139,6 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
   Control& control = *reinterpret_cast<Control*>(shared + S::kControlOffset);
   begin_walk(p, requests, control);
   if (!control.more) return;
-  if constexpr (S::kInTurns) {
-    if (threadIdx.x % 128 == 0) exchange_barrier<S>(shared).initialize();
-  }
 
   TileQueue<S> queue;
   const MergeSpace<S> space{shared};
@@ -164,24 +157,19 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     __syncthreads();  // everybody has read what the first thread now overwrites
     if (threadIdx.x == 0) continue_walk(p, requests, segment, next, control);
     WarpgroupState<S> state;
-    if constexpr (S::kInTurns) {
-      attend_in_turns<S>(p, segment, queue, state, shared);
+    if constexpr (S::kOneStage) {
+      attend_one_stage<S>(p, segment, queue, state, shared);
     } else {
       attend_segment<S>(p, segment, queue, state, shared);
     }
-    share_stats<S>(4 * S::tile_group() + S::warp(), S::first_row(), state.minus_maximum, state.sum, space);
+    share_stats<S>(4 * S::group() + S::warp(), S::first_row(), state.minus_maximum, state.sum, space);
     __syncthreads();  // the statistics are there
     const bool more = control.more;
     const bool overlap = S::kOverlap && space.cluster() == 1;
     if (overlap && more) queue.begin(p, next, shared);
     const int slot = slot_of(segment, control.walk.worker);
     merge_stats<S>(p, segment, slot, space);
-    if constexpr (S::kInTurns) {
-      __syncthreads();  // the groups' weights are there
-      pass_sum<S>(p, segment, slot, state.accumulator, space);
-    } else {
-      pass_result<S>(p, segment, slot, state.accumulator, space);
-    }
+    pass_result<S>(p, segment, slot, state.accumulator, space);
     if (space.cluster() > 1) add_cluster<S>(p, segment, slot, space);
     if (!more) {
       if (control.shared.worker_count + segment.worker_count > 1)

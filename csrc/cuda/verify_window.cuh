@@ -102,10 +102,12 @@ __device__ __noinline__ void convert_window_tile(const VerifyParams& p, int firs
     }
 }
 
-// Whether the window's tile comes first, and is this thread block's.
+// Whether the window's tile comes first, and is for this thread's warpgroup to bring.
 template <class S>
 __device__ __forceinline__ bool begins_with_window(const Segment& segment, const MergeSpace<S>& space) {
-  return S::kWindowFirst && segment.end - 1 - space.rank() >= max(segment.tile, segment.context_tiles);
+  if constexpr (!S::kWindowFirst) return false;
+  return segment.end - 1 - space.rank() * S::kGroups >= max(segment.tile, segment.context_tiles) &&
+         threadIdx.x < S::kFillThreads;
 }
 
 // Brings the window's tile to its place, where it comes first; from each thread's piece `begin` on.

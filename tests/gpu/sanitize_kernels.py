@@ -42,7 +42,8 @@ def attend(
     if rising:  # the running maxima move in each tile
         for row, count in enumerate(pages):
             for page in range(count):
-                caches[0][int(table[row, page])] *= 1 + page / 4
+                block_of = caches[0][int(table[row, page])]
+                block_of.copy_((block_of.float() * (1 + page / 4)).clamp(-240, 240))
     mask = None
     if tree:
         mask = torch.tensor([(1 << i) | 1 for w in windows for i in range(w)], device=DEVICE)
@@ -118,8 +119,12 @@ def main() -> None:
     attend((16, 1, 128), [64, 40], [100, 0])  # more rows than a thread block keeps
     attend((8, 2, 128), [5, 3], [100, 40], block=24, tree=True, sinks=True, softcap=20.0)
     attend((8, 2, 64), [5, 3], [300, 40], sliding_window=37)
-    for block in (16, 24):  # tiles in turns
+    for block in (16, 24):  # tiles in pairs
         attend((16, 2, 256), [9, 0, 6, 8] * 4, [40, 64, 9, 700] * 4, block=block, rising=True)
+        for quantized in (False, True):
+            for window in (5, 9):
+                pairs = {"cache": "fp8", "quantized": quantized, "block": block}
+                attend((16, 2, 256), [window, 0, 3, 4], [40, 64, 9, 700], rising=True, **pairs)
     attend((8, 2, 256), [9] * 16, [300] * 16, rising=True)
     for heads, window in (((32, 8, 128), 5), ((16, 2, 256), 9)):  # units that straddle workers
         attend(heads, [window] * 70, [100 + 37 * (i % 9) for i in range(70)])

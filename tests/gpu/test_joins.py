@@ -67,7 +67,7 @@ class Holder:
         ((32, 8, 128), 5, [400 + 40 * (i % 9) for i in range(50)]),
         ((16, 2, 256), 9, [400 + 40 * (i % 9) for i in range(90)]),
     ],
-    ids=["pieces-128", "pieces-64", "pieces-256", "turns-256", "straddling-128", "straddling-256"],
+    ids=["pieces-128", "pieces-64", "pieces-256", "many-256", "straddling-128", "straddling-256"],
 )
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
 def test_parts_are_joined_while_another_kernel_holds_multiprocessors(

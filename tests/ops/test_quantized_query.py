@@ -23,12 +23,12 @@ from nwor.state import RankState
 from nwor.window import StagedLayer, Window, group_layers
 from tests.ops.cases import (
     BF16,
-    FP8_SUM_ROUNDING,
     FP16,
     PATTERN,
     TOLERANCE,
     AttentionCase,
     attention_inputs,
+    fp8_sum_rounding,
     replace,
 )
 from tests.ops.quantized_cases import QUANTIZED
@@ -59,9 +59,11 @@ def test_the_same_query_quantized_or_not(
         assert torch.equal(output, inputs.output.view)
         assert torch.equal(lse, inputs.lse.view)
     else:
-        rounding, of_scores = torch.finfo(dtype).eps, FP8_SUM_ROUNDING * float(lse.abs().max())
+        rounding, of_scores = torch.finfo(dtype).eps, fp8_sum_rounding(case) * float(lse.abs().max())
         torch.testing.assert_close(output, inputs.output.view, atol=2e-3 + of_scores, rtol=rounding)
-        torch.testing.assert_close(lse, inputs.lse.view, atol=TOLERANCE[BF16] / 4, rtol=FP8_SUM_ROUNDING)
+        torch.testing.assert_close(
+            lse, inputs.lse.view, atol=TOLERANCE[BF16] / 4, rtol=fp8_sum_rounding(case)
+        )
 
 
 def test_every_number_of_the_format(device: torch.device) -> None:
