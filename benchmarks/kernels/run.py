@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="fp8_e4m3 cache instead of bf16")
     parser.add_argument("--cells", nargs="*", help="only these, as batch x context x drafts: 16x600x4")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--least-us", type=float, default=4000.0, help="time of one turn at least")
+    parser.add_argument("--least-us", type=float, default=4000.0, help="least span of a time")
     parser.add_argument("--pool-gib", type=float, default=116.0)
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--parts", action="store_true", help="also time vLLM's cache write alone")

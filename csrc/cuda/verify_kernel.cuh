@@ -166,9 +166,9 @@ __device__ __forceinline__ void soft_cap(float softcap, float logit_scale, float
 }
 
 // By how many powers of two this lane's highest score exceeds its row's running maximum: minus_maximum[j][c] lowered it.
-template <int kRowTiles, class Maxima>
+template <int kRowTiles>
 __device__ __forceinline__ float highest_excess(float scale, const float (&scores)[kRowTiles][4],
-                                                const Maxima& minus_maximum) {
+                                                const float (&minus_maximum)[kRowTiles][2]) {
   float excess = -INFINITY;
 #pragma unroll
   for (int j = 0; j < kRowTiles; ++j)

@@ -121,8 +121,9 @@ __device__ __forceinline__ void store_quad(const VerifyParams& p, const Segment&
 }
 
 // Leaves the group's maxima and sums in shared memory.
-template <class S, class Maxima>
-__device__ __forceinline__ void share_stats(int group_index, int warp_row, const Maxima& minus_maximum,
+template <class S>
+__device__ __forceinline__ void share_stats(int group_index, int warp_row,
+                                            const float (&minus_maximum)[S::kRowTiles][2],
                                             const float (&sum)[S::kRowTiles][2], const MergeSpace<S>& space) {
   const int lane = threadIdx.x % 32;
 #pragma unroll

@@ -5,16 +5,6 @@
 
 namespace nwor {
 
-// Numbers of a lane's rows in shared memory, read as if they were an array [row tiles][2] of its own.
-struct SharedRows {
-  struct Pair {
-    float2 both;
-    __device__ __forceinline__ float operator[](int c) const { return c == 0 ? both.x : both.y; }
-  };
-  float* first;
-  __device__ __forceinline__ Pair operator[](int j) const { return Pair{*reinterpret_cast<const float2*>(first + 8 * j)}; }
-};
-
 template <class S>
 struct WarpgroupState {
   float minus_maximum[S::kRowTiles][2];  // of the running maxima, base 2: what is added to a score

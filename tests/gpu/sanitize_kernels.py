@@ -42,8 +42,8 @@ def attend(
     if rising:  # the running maxima move in each tile
         for row, count in enumerate(pages):
             for page in range(count):
-                block_of = caches[0][int(table[row, page])]
-                block_of.copy_((block_of.float() * (1 + page / 4)).clamp(-240, 240))
+                keys = caches[0][int(table[row, page])]
+                keys.copy_((keys.float() * (1 + page / 4)).clamp(-240, 240))
     mask = None
     if tree:
         mask = torch.tensor([(1 << i) | 1 for w in windows for i in range(w)], device=DEVICE)
