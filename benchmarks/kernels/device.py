@@ -209,6 +209,23 @@ def interleaved(graphs: Sequence[Graph], turns: int, least_us: float, times: int
     return series
 
 
+def run_copy(pool: CachePool, moved: int) -> Callable[[], None]:
+    """A device copy in the place of each layer's attention, which moves `moved` bytes, half of them read.
+
+    Layers have bytes of their own as far as the pool holds them.
+    """
+    each = moved // 2 // 4096 * 4096
+    distinct = min(LAYERS, pool.bytes // (2 * each))
+    parts = pool.storage[: 2 * each * distinct].view(distinct, 2, each)
+
+    def run() -> None:
+        for layer in range(LAYERS):
+            source, target = parts[layer % distinct]
+            target.copy_(source)
+
+    return run
+
+
 def copy_bandwidth() -> float:
     """Bytes per second, read and written, of a device-to-device copy of 4 GiB."""
     source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from cells import HEADS, LAYERS, Cell, grid
-from device import CachePool, Graph, Step, copy_bandwidth, interleaved, run_nwor, run_stock
+from device import CachePool, Graph, Step, copy_bandwidth, interleaved, run_copy, run_nwor, run_stock
 
 from nwor import ops
 
 #: Of a way in each of its turns.
 TIMES = 3
+#: Cells that read more bytes of context than this stand beside a copy that moves as many.
+LARGE_BYTES = 100e6
 
 
 def summary(times: Sequence[float]) -> tuple[float, float]:
@@ -64,6 +66,12 @@ def measure(
     return row
 
 
+def copy_time(pool: CachePool, moved: int, args: argparse.Namespace) -> float:
+    """Microseconds that a copy takes to move as many bytes, one of `LAYERS` in a graph."""
+    graph = Graph(run_copy(pool, moved), torch.cuda.graph_pool_handle())
+    return summary(interleaved([graph], args.turns, args.least_us, TIMES)[0])[0] / LAYERS
+
+
 def parse_heads(text: str) -> tuple[int, int, int]:
     query_heads, kv_heads, size = map(int, text.split("/"))
     return query_heads, kv_heads, size
@@ -90,6 +98,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     pool = CachePool(int(args.pool_gib * (1 << 30)), args.fp8)
     rows = []
+    copies: dict[int, float] = {}
     for heads in args.heads:
         size = ops.verify_attention_workspace_size("cuda", 128, *heads, 9)
         workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
@@ -97,6 +106,11 @@ def main() -> None:
             if args.cells and f"{cell.batch}x{cell.context}x{cell.drafts}" not in args.cells:
                 continue
             row = measure(cell, pool, workspace, args)
+            moved = cell.cache_bytes_read
+            if moved > LARGE_BYTES and "nwor" in row:
+                if moved not in copies:
+                    copies[moved] = copy_time(pool, moved, args)
+                row["copy"] = copies[moved]
             rows.append(row)
             line = f"{row['heads']:>10} b{cell.batch:<4}c{cell.context:<6}k{cell.drafts}"
             if "nwor" in row:

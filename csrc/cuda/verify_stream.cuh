@@ -14,7 +14,7 @@ struct Stream {
   int looked_up;      // lane i holds the block, and the offset in it, of the tile of step `looked_up` + i
   int block, offset, next_block, next_offset;
 
-  static __device__ __forceinline__ int group() { return threadIdx.x / 32 / S::kRowWarps; }
+  static __device__ __forceinline__ int group() { return S::group(); }
   static __device__ __forceinline__ int row_warp() { return threadIdx.x / 32 % S::kRowWarps; }
   static __device__ __forceinline__ int row() { return row_warp() * 8 * S::kRowTiles; }
 };

@@ -104,6 +104,7 @@ struct Shape {
   // The threads that fill a tile where copying cannot.
   static constexpr int kFillThreads = 32 * kRowWarps;
   static __device__ __forceinline__ int fill_thread() { return threadIdx.x % kFillThreads; }
+  static __device__ __forceinline__ int group() { return threadIdx.x / 32 / kRowWarps; }
 
   static constexpr int kSumStride = kD;  // floats from row to row of the sum
   // Half tiles of a group that take as long as adding up the parts of a cluster, or those of workers; as measured.

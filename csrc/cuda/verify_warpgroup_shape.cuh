@@ -109,6 +109,7 @@ struct WarpgroupShape {
   static __device__ __forceinline__ int first_row() {  // the warpgroup's first query row
     return kRowGroups == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * 8 * kRowTiles;
   }
+  // The warpgroup's number where tiles come in pairs, else a constant, which spares registers.
   static __device__ __forceinline__ int group() { return kInPairs ? static_cast<int>(threadIdx.x / 128) : 0; }
   // Where stages begin, and in them the tiles that this warp helps to fill.
   static __device__ __forceinline__ int key_stage(int slot) { return kQueryBytes + slot * kStageBytes; }
