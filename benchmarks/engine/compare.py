@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import report
+import shapes
 from grid import fractions, groups, numbers
 from turns import Message, Player, alternate
 
@@ -60,6 +61,10 @@ class Comparison:
         seconds: float = self.args.budget_seconds - (time.monotonic() - self.started)
         return seconds
 
+    def label(self, shape: str) -> str:
+        """Return what the shape is called in the results."""
+        return shapes.label(shape, self.args.cache_dtype)
+
     def save(self) -> None:
         """Write what is known so far."""
         self.everything["wall_seconds"] = time.monotonic() - self.started
@@ -91,7 +96,7 @@ class Comparison:
         for kind, modes in (("stock", ""), ("nwor", self.args.modes)):
             targets.append(folder / f"{shape}-{k}-{kind}.json")
             places.append(len(self.everything["processes"]))
-            self.everything["processes"].append({"kind": kind, "shape": shape, "k": k})
+            self.everything["processes"].append({"kind": kind, "shape": self.label(shape), "k": k})
             process, player = self.launch(shape, k, kind, modes, host_steps, targets[-1])
             processes.append(process)
             players.append(player)
@@ -149,7 +154,7 @@ class Comparison:
         command += ["--output", str(target), "--host-steps", str(host_steps)]
         command += ["--turns", f"{theirs_read},{theirs_write}", "--folder", str(target.with_suffix(""))]
         names = ("contexts", "batches", "acceptances", "repeats", "run_seconds", "most_tokens", "cache_gib")
-        for name in (*names, "capture_tokens"):
+        for name in (*names, "cache_dtype", "capture_tokens"):
             command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         environment = dict(os.environ)
         if not modes:
@@ -173,7 +178,9 @@ class Comparison:
         contexts, batches = numbers(args.contexts), numbers(args.batches)
         cells = [cell for group in groups(contexts, batches, fractions(args.acceptances)) for cell in group]
         skipped = [{**vars(cell), "reason": "time was up"} for cell in cells]
-        self.everything["processes"].append({"kind": "stock", "shape": shape, "k": k, "skipped": skipped})
+        self.everything["processes"].append(
+            {"kind": "stock", "shape": self.label(shape), "k": k, "skipped": skipped}
+        )
         self.save()
 
 
@@ -192,6 +199,7 @@ def main() -> None:
     parser.add_argument("--run-seconds", type=float, default=0.5, help="length of a run")
     parser.add_argument("--most-tokens", type=int, default=1024, help="most tokens a request gains in a run")
     parser.add_argument("--host-steps", type=int, default=1000, help="steps of the host's time; 0 for none")
+    parser.add_argument("--cache-dtype", default="auto", help="of the KV cache, as vLLM's --kv-cache-dtype")
     parser.add_argument("--capture-tokens", type=int, default=0, help="largest CUDA graph; 0 for vLLM's own")
     parser.add_argument("--cache-gib", type=float, default=40.0, help="KV cache of each engine")
     parser.add_argument("--budget-seconds", type=float, default=0, help="for everything; 0 for no limit")

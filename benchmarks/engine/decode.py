@@ -46,7 +46,7 @@ class Engine:
         self.turns = Turns(args.turns)
         self.record: dict[str, Any] = {
             "kind": "nwor" if self.nwor_modes else STOCK,
-            "shape": args.shape,
+            "shape": shapes.label(args.shape, args.cache_dtype),
             "k": args.k,
             "modes": self.modes,
             "error": None,
@@ -85,6 +85,7 @@ class Engine:
             max_num_seqs=max(MAX_REQUESTS, *args.batches),
             # Two engines share the GPU, so neither may take what it finds free.
             gpu_memory_utilization=0.4,
+            kv_cache_dtype=args.cache_dtype,
             kv_cache_memory_bytes=int(args.cache_gib * 2**30),
             speculative_config={
                 "model": str(draft),
@@ -230,6 +231,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--host-steps", type=int, default=0, help="steps of the host's time; 0 for none")
     parser.add_argument("--turns", default="", help="ends of the pipes over which turns are given")
     parser.add_argument("--cache-gib", type=float, default=40.0, help="size of the KV cache")
+    parser.add_argument("--cache-dtype", default="auto", help="of the KV cache, as vLLM's --kv-cache-dtype")
     parser.add_argument("--capture-tokens", type=int, default=0, help="largest CUDA graph; 0 for vLLM's own")
     parser.add_argument("--max-len", type=int, default=20480)
     parser.add_argument("--folder", default="/tmp/nwor-shapes")

@@ -38,6 +38,11 @@ SHAPES = {
 }
 
 
+def label(name: str, cache_dtype: str) -> str:
+    """Return what a shape is called in results: with its KV cache, where that is not of the model's type."""
+    return name if cache_dtype == "auto" else f"{name}, {cache_dtype} cache"
+
+
 def _config(shape: Shape, layers: int, max_len: int) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
