@@ -24,8 +24,9 @@ from nwor import ops
 
 #: Of a way in each of its turns.
 TIMES = 3
-#: Cells that read more bytes of context than this stand beside a copy that moves as many.
-LARGE_BYTES = 100e6
+#: Cells that read more bytes of context than the first, and fewer than the second, stand beside a copy that
+#: moves as many. Larger ones stand beside one of 4 GiB.
+LARGE_BYTES, LARGEST_BYTES = 100e6, 1e9
 
 
 def summary(times: Sequence[float]) -> tuple[float, float]:
@@ -107,7 +108,7 @@ def main() -> None:
                 continue
             row = measure(cell, pool, workspace, args)
             moved = cell.cache_bytes_read
-            if moved > LARGE_BYTES and "nwor" in row:
+            if LARGE_BYTES < moved < LARGEST_BYTES and "nwor" in row:
                 if moved not in copies:
                     copies[moved] = copy_time(pool, moved, args)
                 row["copy"] = copies[moved]
