@@ -1,0 +1,84 @@
+// The plan of csrc/cuda as a CPU finds it: every segment of every thread block, for a test to hold against the batch.
+#include "verify_walk.cuh"
+
+namespace nwor {
+namespace {
+
+constexpr int kNumbers = 11;
+
+struct Output {
+  int* numbers;  // kNumbers for each segment
+  int count, room;
+
+  void add(int block, const Walk& walk, const Segment& s) {
+    const int row[] = {block,       walk.worker, walk.plan.cluster, s.request,      s.head,        s.first_row,
+                       s.row_count, s.tile,      s.end,             s.first_worker, s.worker_count};
+    static_assert(sizeof(row) == kNumbers * sizeof(int));
+    if (count < room) std::memcpy(numbers + kNumbers * count, row, sizeof(row));
+    ++count;
+  }
+};
+
+template <int kRows, int kTile>
+void emulate(VerifyParams p, int planned, int threads, Output& output) {
+  const int blocks = p.clusters * p.cluster;
+  std::vector<PlanEntry> plan(static_cast<size_t>(blocks));
+  if (planned) {
+    for (int i = 0; i < (blocks + 3) / 4; ++i)
+      emulation::run(static_cast<unsigned>(i), 128, [&] { plan_kernel<kRows, kTile>(p, plan.data()); });
+    p.plan = plan.data();
+  }
+  for (int i = 0; i < blocks; ++i) {
+    static int2 table[kTabledRequests];
+    static Control control;
+    std::memset(&control, 0xff, sizeof(control));
+    std::memset(table, 0xff, sizeof(table));
+    emulation::run(static_cast<unsigned>(i), static_cast<unsigned>(threads), [&] {
+      const Requests<kRows, kTile> requests{p, table};
+      begin_walk(p, requests, control);
+      if (!control.more) return;
+      const WalkAhead<kRows, kTile> ahead(p, requests, control);
+      ahead.keep();
+      __syncthreads();
+      if (threadIdx.x != 0) return;
+      for (int turn = 0;; turn ^= 1) {
+        output.add(i, control.walk, control.segments[turn]);
+        continue_walk(p, requests, control.segments[turn], control.segments[turn ^ 1], control);
+        if (!control.more) return;
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace nwor
+
+// Writes up to `room` segments of 11 numbers each (see Output); returns how many there are, -1 for a shape that is not here.
+extern "C" int emulate_plan(int rows, int tile, const int* query_start_loc, const int* seq_lens, int batch, int kv_heads,
+                            int group, int clusters, int cluster, int sliding_window, int planned, int threads,
+                            int* numbers, int room) {
+  nwor::VerifyParams p{};
+  p.query_start_loc = query_start_loc;
+  p.seq_lens = seq_lens;
+  p.batch = batch;
+  p.num_kv_heads = kv_heads;
+  p.group = nwor::Divisor(static_cast<uint32_t>(group));
+  p.clusters = clusters;
+  p.cluster = cluster;
+  p.by_blocks = nwor::Divisor(static_cast<uint32_t>(clusters * cluster));
+  p.sliding_window = sliding_window;
+  p.cluster_join = 3;
+  p.worker_join = 8;
+  p.part_join = 6;
+  nwor::Output output{numbers, 0, room};
+  if (rows == 24 && tile == 16) {
+    nwor::emulate<24, 16>(p, planned, threads, output);
+  } else if (rows == 40 && tile == 64) {
+    nwor::emulate<40, 64>(p, planned, threads, output);
+  } else if (rows == 72 && tile == 64) {
+    nwor::emulate<72, 64>(p, planned, threads, output);
+  } else {
+    return -1;
+  }
+  return output.count;
+}

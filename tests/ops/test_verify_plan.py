@@ -1,0 +1,181 @@
+"""Claim: a plan of the CUDA kernels deals every tile of every unit to one worker, and workers agree on it.
+
+Coverage: the plan's own device code, compiled for the CPU with threads emulated (`plan_emulation`): equal and
+unequal lengths, empty windows, windows in chunks, sliding windows, more requests than a thread block keeps,
+clusters; planned by a kernel of its own and by each thread block.
+Reference: units and tiles counted from the lengths in Python. Tolerance: none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import random
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent / "plan_emulation"
+SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
+NUMBERS = 11
+ROOM = 1 << 16
+#: An H200's multiprocessors.
+PROCESSORS = 132
+GROUP = 4
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A worker's part of a unit, as `Segment` and `Walk` of csrc/cuda have it."""
+
+    block: int
+    worker: int
+    cluster: int
+    request: int
+    head: int
+    first_row: int
+    row_count: int
+    tile: int
+    end: int
+    first_worker: int
+    worker_count: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Lengths of a batch, and the launch: query rows and tokens of a tile that a kernel is made for."""
+
+    rows: int
+    tile: int
+    windows: list[int]
+    contexts: list[int]
+    kv_heads: int
+    clusters: int
+    cluster: int = 1
+    sliding_window: int = -1
+
+    def tiles(self, request: int) -> int:
+        """Tiles of each of a request's units: of the context that is seen, then of the window."""
+        window, context = self.windows[request], self.contexts[request]
+        if window == 0:
+            return 0
+        first = 0
+        if self.sliding_window > 0:
+            first = max(context - self.sliding_window + 1, 0) // self.tile
+        return -(-context // self.tile) - first + -(-window // self.tile)
+
+
+Plan = Callable[[Batch, bool, int], list[Segment]]
+
+
+def integers(of: list[int]) -> ctypes.Array[ctypes.c_int]:
+    """Return numbers as C has them."""
+    return (ctypes.c_int * len(of))(*of)
+
+
+@pytest.fixture(scope="session")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("needs a C++ compiler (set CXX)")
+    library = tmp_path_factory.mktemp("plan") / "plan.so"
+    command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", "-D__CUDACC__", f"-I{HERE}", f"-I{SOURCES}"]
+    subprocess.run([*command, str(HERE / "plan_emulation.cpp"), "-o", str(library)], check=True)
+    emulate = ctypes.CDLL(str(library)).emulate_plan
+
+    def segments(batch: Batch, planned: bool, threads: int = 128) -> list[Segment]:
+        starts = integers([0, *itertools.accumulate(batch.windows)])
+        lengths = integers([c + w for c, w in zip(batch.contexts, batch.windows, strict=True)])
+        numbers = integers([0] * (NUMBERS * ROOM))
+        count = emulate(
+            batch.rows, batch.tile, starts, lengths, len(lengths), batch.kv_heads, GROUP, batch.clusters,
+            batch.cluster, batch.sliding_window, int(planned), threads, numbers, ROOM,
+        )  # fmt: skip
+        assert 0 <= count <= ROOM
+        return [Segment(*numbers[NUMBERS * i : NUMBERS * (i + 1)]) for i in range(count)]
+
+    return segments
+
+
+def check(batch: Batch, segments: list[Segment]) -> None:
+    """Hold a plan against the batch."""
+    by_block: dict[int, list[Segment]] = defaultdict(list)
+    for segment in segments:
+        by_block[segment.block].append(segment)
+    # The thread blocks of a cluster have the same way; one of them counts.
+    by_worker: dict[int, list[list[Segment]]] = defaultdict(list)
+    for own in by_block.values():
+        by_worker[own[0].worker].append(own)
+    (cluster,) = {segment.cluster for segment in segments}
+    parts: dict[tuple[int, int, int], list[Segment]] = defaultdict(list)
+    for ways in by_worker.values():
+        assert len(ways) == cluster
+        assert len({tuple((s.request, s.head, s.first_row, s.tile, s.end) for s in way) for way in ways}) == 1
+        # A worker has room for two parts that others wait for: its first segment's and its last one's.
+        assert all(s.worker_count == 1 for s in ways[0][1:-1])
+        for segment in ways[0]:
+            parts[segment.request, segment.head, segment.first_row].append(segment)
+    units = {
+        (request, head, row): batch.tiles(request)
+        for request, window in enumerate(batch.windows)
+        for head in range(batch.kv_heads)
+        for row in range(0, window * GROUP, batch.rows)
+    }
+    assert parts.keys() == units.keys()
+    for unit, own in parts.items():
+        own.sort(key=lambda s: s.tile)
+        assert own[0].tile == 0
+        assert own[-1].end == units[unit]
+        assert all(a.end == b.tile for a, b in itertools.pairwise(own))
+        assert all(s.tile < s.end and s.row_count == batch.windows[unit[0]] * GROUP - unit[2] for s in own)
+        assert [s.worker for s in own] == list(range(own[0].worker, own[0].worker + len(own)))
+        assert all((s.first_worker, s.worker_count) == (own[0].worker, len(own)) for s in own if len(own) > 1)
+        assert all(s.worker_count == 1 for s in own if len(own) == 1)
+
+
+def load(segments: list[Segment]) -> int:
+    """Tiles of the worker that has most."""
+    loads: dict[int, int] = defaultdict(int)
+    for segment in segments:
+        loads[segment.block] += segment.end - segment.tile
+    return max(loads.values())
+
+
+def uneven(seed: int, count: int, low: int, high: int) -> list[int]:
+    """Random lengths, the same in each run."""
+    numbers = random.Random(seed)
+    return [numbers.randint(low, high) for _ in range(count)]
+
+
+ONE, TWO = PROCESSORS, 2 * PROCESSORS
+BATCHES = {
+    "one": Batch(40, 64, [5], [600], 8, TWO),
+    "clusters": Batch(40, 64, [5] * 2, [4096, 600], 8, 16, 8),
+    "pieces": Batch(40, 64, [5] * 16, uneven(1, 16, 0, 900), 8, TWO),
+    "one-long": Batch(40, 64, [5] * 16, [40_000, *uneven(2, 15, 100, 1600)], 8, TWO),
+    "equal": Batch(40, 64, [9] * 64, [600] * 64, 8, TWO),
+    "nearly-equal": Batch(40, 64, [5] * 64, uneven(3, 64, 600, 760), 8, TWO),
+    "nearly-equal-warps": Batch(24, 16, [5] * 64, uneven(3, 64, 600, 760), 8, TWO),
+    "uneven": Batch(40, 64, uneven(4, 128, 1, 9), uneven(5, 128, 0, 3000), 8, TWO),
+    "one-head": Batch(40, 64, [5] * 128, uneven(6, 128, 500, 900), 1, 66),
+    "many-with-one-long": Batch(40, 64, [5] * 64, [30_000, *uneven(7, 63, 100, 800)], 8, TWO),
+    "empty-windows": Batch(40, 64, [5 * (i % 3 > 0) for i in range(100)], uneven(8, 100, 400, 900), 8, TWO),
+    "chunks": Batch(72, 64, uneven(9, 40, 1, 64), uneven(10, 40, 0, 2000), 4, ONE),
+    "sliding": Batch(40, 64, [5] * 64, uneven(11, 64, 100, 2000), 8, TWO, sliding_window=512),
+    "more-than-are-kept": Batch(40, 64, [5] * 200, uneven(12, 200, 100, 1500), 2, TWO),
+    "no-context": Batch(40, 64, [5] * 64, [0] * 64, 8, TWO),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_tile_has_one_worker(plan: Plan, name: str) -> None:
+    segments = plan(BATCHES[name], True, 128)
+    check(BATCHES[name], segments)
+    # What a thread block finds for itself is what a plan says.
+    assert plan(BATCHES[name], False, 64) == segments
