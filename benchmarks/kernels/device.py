@@ -62,14 +62,15 @@ class Step:
         self.keys = [x[:, query_heads : query_heads + kv_heads] for x in fused]
         self.values = [x[:, query_heads + kv_heads :] for x in fused]
         self.output = torch.empty(cell.tokens, query_heads, size, device="cuda", dtype=torch.bfloat16)
-        blocks_each = cell.blocks // cell.batch
         order = torch.randperm(cell.blocks, device="cuda").to(torch.int32)
-        self.block_table = order.view(cell.batch, blocks_each).contiguous()
+        own = order.split(cell.block_counts)
+        self.block_table = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
+        contexts = torch.tensor(cell.contexts, device="cuda")
         int32 = {"dtype": torch.int32, "device": "cuda"}
         self.query_start_loc = torch.arange(0, cell.tokens + 1, cell.window, **int32)
-        self.seq_lens = torch.full((cell.batch,), cell.context + cell.window, **int32)
-        positions = cell.context + torch.arange(cell.window, device="cuda")
-        blocks = self.block_table[:, positions // BLOCK_SIZE].long()
+        self.seq_lens = (contexts + cell.window).to(torch.int32)
+        positions = contexts[:, None] + torch.arange(cell.window, device="cuda")
+        blocks = self.block_table.gather(1, positions // BLOCK_SIZE).long()
         self.slots = (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).reshape(-1).contiguous()
         self.one = torch.ones(1, device="cuda")
         self.dtype_name = "fp8" if cell.fp8 else "auto"
@@ -131,7 +132,7 @@ def run_stock(step: Step) -> Callable[[], None]:
     splits = 32  # flash_attn_max_num_splits_for_cuda_graph
     dtype = torch.float8_e4m3fn if cell.fp8 else torch.bfloat16
     metadata = get_scheduler_metadata(
-        batch_size=cell.batch, max_seqlen_q=cell.window, max_seqlen_k=cell.context + cell.window,
+        batch_size=cell.batch, max_seqlen_q=cell.window, max_seqlen_k=max(cell.contexts) + cell.window,
         num_heads_q=query_heads, num_heads_kv=kv_heads, headdim=size, cache_seqlens=step.seq_lens,
         qkv_dtype=dtype, cu_seqlens_q=step.query_start_loc, page_size=BLOCK_SIZE, causal=True,
         window_size=(-1, -1), num_splits=splits,
@@ -150,7 +151,7 @@ def run_stock(step: Step) -> Callable[[], None]:
         flash_attn_varlen_func(
             q=step.queries[layer], k=keys[layer], v=values[layer], out=step.output,
             cu_seqlens_q=step.query_start_loc, max_seqlen_q=cell.window, seqused_k=step.seq_lens,
-            max_seqlen_k=cell.context + cell.window, softmax_scale=size**-0.5, causal=True,
+            max_seqlen_k=max(cell.contexts) + cell.window, softmax_scale=size**-0.5, causal=True,
             block_table=step.block_table, scheduler_metadata=metadata, fa_version=3, num_splits=splits,
             q_descale=descale, k_descale=descale, v_descale=descale,
         )  # fmt: skip

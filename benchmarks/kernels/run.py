@@ -43,7 +43,7 @@ def measure(
         "heads": "/".join(map(str, cell.heads)), "fp8": cell.fp8, "batch": cell.batch,
         "context": cell.context,
         "drafts": cell.drafts, "cache_bytes": cell.cache_bytes_read, "least_bytes": cell.least_bytes,
-        "flops": cell.flops,
+        "flops": cell.flops, "spread": cell.spread,
     }  # fmt: skip
     step = Step(cell, cache_pool)
     row["distinct_layers"] = step.distinct if step.caches else 0
@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs="*", type=parse_heads, default=list(HEADS))
     parser.add_argument("--fp8", action="store_true", help="fp8_e4m3 cache instead of bf16")
     parser.add_argument("--cells", nargs="*", help="only these, as batch x context x drafts: 16x600x4")
+    parser.add_argument("--spread", type=float, default=0.0, help="contexts that differ: 0.3 for up to 30%%")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--least-us", type=float, default=4000.0, help="least span of a time")
     parser.add_argument("--pool-gib", type=float, default=116.0)
@@ -103,7 +104,7 @@ def main() -> None:
     for heads in args.heads:
         size = ops.verify_attention_workspace_size("cuda", 128, *heads, 9)
         workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
-        for cell in grid(heads, args.fp8):
+        for cell in grid(heads, args.fp8, args.spread):
             if args.cells and f"{cell.batch}x{cell.context}x{cell.drafts}" not in args.cells:
                 continue
             row = measure(cell, pool, workspace, args)
