@@ -139,7 +139,10 @@ def main() -> None:
         copy = data["copy_bytes_per_second"]
         rows = [r for r in data["rows"] if "stock" in r]
         fp8 = any(r["fp8"] for r in rows)
+        spread = max((r.get("spread", 0.0) for r in rows), default=0.0)
         name = "fp8 (e4m3) cache" if fp8 else "bf16 cache"
+        if spread:
+            name += f", contexts up to {spread:.0%} shorter and longer"
         groups: dict[str, list[Row]] = {}
         for row in rows:
             groups.setdefault(row["heads"], []).append(row)
@@ -160,7 +163,7 @@ def main() -> None:
         parts += [summary_line(heads, group, copy) for heads, group in groups.items()]
         parts.append(summary_line("all", rows, copy) + "\n")
         parts.append(commit_table(rows, copy) + "\n")
-        image = f"plots/kernels-{'fp8' if fp8 else 'bf16'}.png"
+        image = f"plots/kernels-{'fp8' if fp8 else 'bf16'}{'-spread' if spread else ''}.png"
         (DOCS / "plots").mkdir(exist_ok=True)
         plot(name, groups, DOCS / image)
         parts.append(f"![speed-up, {name}]({image})\n")
