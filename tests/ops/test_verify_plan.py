@@ -139,12 +139,13 @@ def check(batch: Batch, segments: list[Segment]) -> None:
         assert all(s.worker_count == 1 for s in own if len(own) == 1)
 
 
-def load(segments: list[Segment]) -> int:
-    """Tiles of the worker that has most."""
+def check_balance(batch: Batch, segments: list[Segment]) -> None:
+    """No worker has much more than an even share: a sixth and as much as joining parts takes."""
     loads: dict[int, int] = defaultdict(int)
     for segment in segments:
         loads[segment.block] += segment.end - segment.tile
-    return max(loads.values())
+    even = sum(loads.values()) // (batch.clusters * batch.cluster) + 1
+    assert max(loads.values()) <= even + even // 6 + 5
 
 
 def uneven(seed: int, count: int, low: int, high: int) -> list[int]:
@@ -177,5 +178,7 @@ BATCHES = {
 def test_every_tile_has_one_worker(plan: Plan, name: str) -> None:
     segments = plan(BATCHES[name], True, 128)
     check(BATCHES[name], segments)
+    if segments[0].cluster == 1:
+        check_balance(BATCHES[name], segments)
     # What a thread block finds for itself is what a plan says.
     assert plan(BATCHES[name], False, 64) == segments
