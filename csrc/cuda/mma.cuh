@@ -91,7 +91,11 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return result;
 }
 
-// Clusters of thread blocks: a barrier, and reads of another block's shared memory.
+// A line of 128 bytes whose contents nobody wants any more.
+__device__ __forceinline__ void discard_line(const void* line) {
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
+}
+
 // A counter in global memory, and with it what other thread blocks wrote before they counted.
 __device__ __forceinline__ int load_acquire(const int* counter) {
   int value;
@@ -106,6 +110,7 @@ __device__ __forceinline__ unsigned timer_low() {
   return value;
 }
 
+// Clusters of thread blocks: a barrier, and reads of another block's shared memory.
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

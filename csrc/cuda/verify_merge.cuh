@@ -173,7 +173,7 @@ __device__ __forceinline__ void emit_slices(const VerifyParams& p, const Segment
                                             const float* merge, int group_stride, const MergeSpace<S>& space) {
   const bool in_cluster = space.cluster() > 1;
   const bool whole = segment.worker_count == 1 && !in_cluster;
-  const int row_limit = whole ? min(S::kRows, segment.row_count) : S::kRows;
+  const int row_limit = min(S::kRows, segment.row_count);
   float* target = in_cluster ? space.sum() : p.partial_output + static_cast<int64_t>(slot) * S::kRows * S::kHeadSize;
   const int target_stride = in_cluster ? S::kSumStride : S::kHeadSize;
   constexpr int kQuads = S::kMergeSlices * 4;

@@ -4,7 +4,8 @@
 // A unit is one request's window for one KV head (and one chunk of query rows, where a window has more rows
 // than a thread block keeps). A unit's work is a row of tiles: the context's, then the window's. Where there are
 // no more units than thread blocks, units stay whole, or each is cut into pieces of one length (the last may be shorter),
-// at most one piece per worker: what takes the longest one least time, joining included. Otherwise the units' tiles in a
+// at most one piece per worker: what takes the longest one least time, joining included. Otherwise whole units are dealt
+// out, long ones together with short ones, where that leaves no worker much more than its share; or the units' tiles in a
 // row are cut into equal shares, and a unit may straddle workers. Each KV head has a row and workers of its own
 // where that leaves few idle: the heads of a cache block, which lie side by side, are then read at about the same time.
 #pragma once
@@ -15,6 +16,8 @@ namespace nwor {
 
 constexpr int kMaxContext = (1 << 24) - 1;
 constexpr int kTabledRequests = 128;  // requests whose lengths a thread block keeps in shared memory
+
+constexpr int kMostDealt = 8;         // units of a worker, where whole ones are dealt out
 
 struct RequestWork {
   int start;    // first row of the window in query, key, value
@@ -45,6 +48,11 @@ __device__ __forceinline__ int divide_up(int n, int by) {
   int remainder;
   const int quotient = divide_small(n, by, remainder);
   return quotient + (remainder > 0 ? 1 : 0);
+}
+
+__device__ __forceinline__ int divide_down(int n, int by) {
+  int remainder;
+  return divide_small(n, by, remainder);
 }
 
 template <int kTile>
@@ -131,10 +139,20 @@ struct Requests {
   }
 };
 
+// The lengths of a batch that a thread block keeps, as dealing them out wants them: tiles and, below, kTabledRequests - 1
+// less the request. Nothing else lies there while a plan is made.
+struct Ranking {
+  int keys[kTabledRequests];    // by request
+  int sorted[kTabledRequests];  // the longest first
+  static __device__ __forceinline__ int tiles(int key) { return key / kTabledRequests; }
+  static __device__ __forceinline__ int request(int key) { return kTabledRequests - 1 - key % kTabledRequests; }
+};
+
 struct Plan {
-  int share;    // tiles per worker, or per piece
+  int share;    // tiles per worker, or per piece; of a dealt row: pieces of the units in the last turn
   bool pieces;  // units are cut into pieces, or are whole
-  int total;    // tiles of a row
+  bool dealt;   // units of one KV head are dealt out to the row's workers, as Deal says
+  int total;    // tiles of a row; of a dealt row: turns before the last
   int rows;     // of units: one for each KV head, or one for all
   int workers;  // of a row
   int cluster;  // thread blocks of a worker: one, or those of a cluster
@@ -162,11 +180,103 @@ __device__ __forceinline__ int piece_length(const VerifyParams& p, const Request
   return 0;
 }
 
+// Where units outnumber the thread blocks of a launch; known before the lengths are.
+__device__ __forceinline__ bool may_deal(const VerifyParams& p) {
+  return p.batch <= kTabledRequests && p.batch * p.num_kv_heads > p.clusters * p.cluster;
+}
+
+// Sorts the requests. Called by the whole thread block when their lengths are there; a barrier has to follow.
+template <int kRows, int kTile>
+__device__ __forceinline__ void rank_requests(const VerifyParams& p, const Requests<kRows, kTile>& requests,
+                                              Ranking& ranking) {
+  if (!may_deal(p)) return;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kTabledRequests; i += blockDim.x)
+    ranking.keys[i] = i < p.batch ? requests.get(i).tiles * kTabledRequests + kTabledRequests - 1 - i : -1;
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < p.batch; i += blockDim.x) {
+    const int own = ranking.keys[i];
+    int rank = 0;
+#pragma unroll 8
+    for (int other = 0; other < p.batch; ++other) rank += ranking.keys[other] > own;
+    ranking.sorted[rank] = own;
+  }
+}
+
+// Units of one KV head dealt out to a row's workers, long ones together with short ones. Units longer than `limit` tiles are
+// cut into pieces for the first workers, one each. The others get as many whole units each, in turns, and what is left
+// either whole as well, which leaves some without, or cut into as many pieces as there are workers for.
+struct Deal {
+  int units, limit;
+  int cut_units, cut_workers;
+  int others, turns;  // workers of whole units, and how many each of them gets
+  int left, pieces;   // units after that, and the pieces of each
+
+  static __device__ __forceinline__ int piece_length(int tiles, int pieces) { return divide_up(tiles, pieces); }
+  __device__ __forceinline__ int cut_length(int tiles) const { return piece_length(tiles, divide_up(tiles, limit)); }
+
+  // Which of the units, the longest first, is the `turn`-th of one of the others: there and back, so that sums differ little;
+  // -1: none. `first`: of the workers that share it.
+  __device__ __forceinline__ int rank(int worker, int turn, int& first) const {
+    const int place = turn % 2 == 0 ? worker : others - 1 - worker;
+    first = worker;
+    if (turn < turns) return cut_units + turn * others + place;
+    const int own = divide_down(place, pieces);
+    if (turn > turns || own >= left) return -1;
+    first = turn % 2 == 0 ? own * pieces : others - (own + 1) * pieces;
+    return cut_units + turns * others + own;
+  }
+
+  // Tiles of one of the others.
+  __device__ __forceinline__ int tiles_of(const Ranking& ranking, int worker) const {
+    int sum = 0, first;
+#pragma unroll 1
+    for (int turn = 0; turn <= turns; ++turn) {
+      const int own = rank(worker, turn, first);
+      if (own < 0) break;
+      const int tiles = Ranking::tiles(ranking.sorted[own]);
+      sum += turn < turns ? tiles : piece_length(tiles, pieces);
+    }
+    return sum;
+  }
+
+  __device__ __forceinline__ bool fits(const Ranking& ranking) const {
+    int heaviest = 0;
+#pragma unroll 1
+    for (int worker = static_cast<int>(threadIdx.x % 32); worker < others; worker += 32)
+      heaviest = max(heaviest, tiles_of(ranking, worker));
+    return __reduce_max_sync(0xffffffffu, heaviest) <= limit;
+  }
+
+  // Whether no worker of the row gets more than kMostDealt units or `limit` tiles. Called by whole warps.
+  __device__ __forceinline__ bool is_even(const Ranking& ranking, int workers) {
+    cut_units = cut_workers = turns = left = 0;
+    pieces = 1;
+#pragma unroll 1
+    for (; cut_units < units; ++cut_units) {
+      const int tiles = Ranking::tiles(ranking.sorted[cut_units]);
+      if (tiles <= limit) break;
+      cut_workers += divide_up(tiles, cut_length(tiles));
+    }
+    others = workers - cut_workers;
+    if (units - cut_units > (kMostDealt - 1) * max(others, 0)) return false;
+    if (others == 0) return true;
+    turns = divide_small(units - cut_units, others, left);
+    if (fits(ranking)) return true;
+    if (left == 0 || turns == 0) return false;
+    pieces = divide_down(others, left);
+    return pieces > 1 && fits(ranking);
+  }
+};
+
 // Called by whole warps; every warp finds the same plan.
 template <int kRows, int kTile>
-__device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<kRows, kTile>& requests) {
+__device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<kRows, kTile>& requests,
+                                          const Ranking& ranking, Deal& deal) {
   const int lane = threadIdx.x % 32;
   int head_total = 0, head_units = 0, longest = 0, shortest = 1 << 30;  // the first two of one KV head
+  int windows = 0;
 #pragma unroll 1
   for (int base = 0; base < p.batch; base += 32) {
     const RequestWork work = requests.get(base + lane);
@@ -174,6 +284,7 @@ __device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<
     head_units += own;
     head_total += own * work.tiles;
     longest = max(longest, work.tiles);
+    windows += own > 0;
     if (own > 0) shortest = min(shortest, work.tiles);
   }
   head_units = __reduce_add_sync(0xffffffffu, head_units);
@@ -186,12 +297,12 @@ __device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<
   if (units <= blocks) {
     // Whole units, or pieces for thread blocks, or a cluster for each unit or piece: what takes the longest unit least time,
     // in half tiles.
-    Plan plan{longest, true, total, 1, blocks, 1};
+    Plan plan{longest, true, false, total, 1, blocks, 1};
     int least = 2 * longest;
     const auto consider = [&](int cost, int share, bool pieces, int cluster) {
       if (cost >= least) return;
       least = cost;
-      plan = Plan{share, pieces, total, 1, cluster > 1 ? p.clusters : blocks, cluster};
+      plan = Plan{share, pieces, false, total, 1, cluster > 1 ? p.clusters : blocks, cluster};
     };
     const auto join = [&](int share) { return p.worker_join + divide_up(longest, share) * p.part_join / 16; };
     const int piece = piece_length(p, requests, even, blocks);
@@ -204,7 +315,7 @@ __device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<
     }
     return plan;
   }
-  Plan plan{even, false, total, 1, blocks, 1};
+  Plan plan{even, false, false, total, 1, blocks, 1};
   int idle;
   const int of_head = divide_small(blocks, p.num_kv_heads, idle);
   if (16 * idle <= blocks) {
@@ -218,7 +329,18 @@ __device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<
   // As measured: what joining parts costs, or what little it costs to leave some thread blocks without work where memory is
   // the limit.
   const int slack = max(kTile == kTileTokens ? 0 : min(plan.share / 16, 16), p.worker_join / 2);
-  if (longest == shortest && whole <= plan.share + slack) plan.share = whole;
+  if (longest == shortest && whole <= plan.share + slack) {
+    plan.share = whole;
+    return plan;
+  }
+  windows = __reduce_add_sync(0xffffffffu, windows);
+  deal.units = units;
+  deal.limit = plan.share + slack;
+  plan.dealt = may_deal(p) && plan.rows == p.num_kv_heads && units == windows && deal.is_even(ranking, plan.workers);
+  if (plan.dealt) {
+    plan.share = deal.pieces;
+    plan.total = deal.turns;
+  }
   return plan;
 }
 

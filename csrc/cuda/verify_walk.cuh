@@ -24,9 +24,13 @@ struct Segment {
 struct Walk {
   Plan plan;
   int row, first_worker;      // of the plan's rows; its workers begin there
-  int worker, position, end;  // of the row's pieces or tiles
-  int begin, length;          // of the request's first unit, of each of its units
+  int worker, position, end;  // of the row's pieces or tiles, or of the worker's dealt units
+  int begin, length;          // of the request's first unit, of each of its units; or the last dealt unit's first worker
+  uint32_t dealt[kMostDealt / 4];  // requests, a byte each
+
+  __device__ __forceinline__ int dealt_request(int turn) const { return dealt[turn / 4] >> turn % 4 * 8 & 0xff; }
 };
+static_assert(kTabledRequests <= 256);
 
 // In shared memory, kept by the first warp.
 struct Control {
@@ -48,10 +52,42 @@ struct PlanEntry {
 constexpr int kPlanWords = sizeof(PlanEntry) / 4, kSegmentWords = sizeof(Segment) / 4;
 static_assert(kPlanWords <= 32 && sizeof(Control) == sizeof(PlanEntry) + 2 * sizeof(Segment));
 
+// A unit of the walk's KV head.
+template <int kRows, int kTile>
+__device__ __forceinline__ void whole_unit(const VerifyParams& p, const Requests<kRows, kTile>& requests,
+                                           const Walk& walk, int request, Segment& segment) {
+  segment.request = request;
+  segment.work = requests.get(request);
+  segment.head = walk.row;
+  segment.first_row = 0;
+  segment.row_count = segment.work.window * static_cast<int>(p.group.value);
+  segment.context_tiles = segment.work.tiles - window_tiles<kTile>(segment.work.window);
+  segment.first_context_tile = first_tile<kTile>(p, segment.work.context);
+  segment.first_worker = walk.worker;
+  segment.worker_count = 1;
+  segment.tile = 0;
+  segment.end = segment.work.tiles;
+}
+
+// Makes a whole unit's segment one of its pieces, which as many workers have, the walk's among them.
+__device__ __forceinline__ void take_piece(Segment& segment, int length, int piece) {
+  segment.first_worker -= piece;
+  segment.worker_count = divide_up(segment.work.tiles, length);
+  segment.tile = piece * length;
+  segment.end = min(segment.tile + length, segment.work.tiles);
+}
+
 // Finds the next segment; `segment` holds the request and its work of the one before. False where nothing is left.
 template <int kRows, int kTile>
 __device__ __forceinline__ bool next_segment(const VerifyParams& p, const Requests<kRows, kTile>& requests, Walk& walk,
                                              Segment& segment) {
+  if (walk.plan.dealt) {
+    if (walk.position >= walk.end) return false;
+    whole_unit(p, requests, walk, walk.dealt_request(walk.position), segment);
+    if (walk.position++ == walk.plan.total && walk.plan.share > 1)
+      take_piece(segment, Deal::piece_length(segment.work.tiles, walk.plan.share), walk.worker - walk.begin);
+    return true;
+  }
 #pragma unroll 1
   while (walk.position < walk.end) {
     const int tiles = segment.work.tiles;
@@ -99,15 +135,52 @@ __device__ __forceinline__ bool next_segment(const VerifyParams& p, const Reques
   return false;
 }
 
+// The same where units are dealt out.
+template <int kRows, int kTile>
+__device__ __forceinline__ bool first_dealt(const VerifyParams& p, const Requests<kRows, kTile>& requests,
+                                            const Ranking& ranking, const Deal& deal, int worker, Walk& walk,
+                                            Segment& segment) {
+  walk.position = walk.end = 0;
+  if (worker < deal.cut_workers) {  // a piece, and nothing else
+    int unit = 0, begin = 0, length, count;
+#pragma unroll 1
+    for (;; ++unit, begin += count) {
+      const int tiles = Ranking::tiles(ranking.sorted[unit]);
+      length = deal.cut_length(tiles);
+      count = divide_up(tiles, length);
+      if (worker < begin + count) break;
+    }
+    whole_unit(p, requests, walk, Ranking::request(ranking.sorted[unit]), segment);
+    take_piece(segment, length, worker - begin);
+    return true;
+  }
+  const int own = worker - deal.cut_workers;
+#pragma unroll
+  for (int turn = 0; turn < kMostDealt; ++turn) {
+    int first;
+    const int rank = deal.rank(own, turn, first);
+    if (rank < 0) continue;
+    const int key = ranking.sorted[rank], tiles = Ranking::tiles(key);
+    // Pieces may come to less than was counted with.
+    if (turn == deal.turns && (own - first) * Deal::piece_length(tiles, deal.pieces) >= tiles) continue;
+    walk.dealt[turn / 4] |= static_cast<uint32_t>(Ranking::request(key)) << turn % 4 * 8;
+    walk.end = turn + 1;
+    walk.begin = walk.first_worker + deal.cut_workers + first;
+  }
+  return next_segment(p, requests, walk, segment);
+}
+
 // The first segment of a thread block's worker; false where it has none. Called by a whole warp.
 template <int kRows, int kTile>
-__device__ __forceinline__ bool first_segment(const VerifyParams& p, const Requests<kRows, kTile>& requests, int block,
-                                              Walk& walk, Segment& segment) {
-  walk.plan = make_plan(p, requests);
+__device__ __forceinline__ bool first_segment(const VerifyParams& p, const Requests<kRows, kTile>& requests,
+                                              const Ranking& ranking, int block, Walk& walk, Segment& segment) {
+  Deal deal;
+  walk.plan = make_plan(p, requests, ranking, deal);
   const int worker = divide_small(block / walk.plan.cluster, walk.plan.rows, walk.row);  // of the row
   if (worker >= walk.plan.workers) return false;
   walk.first_worker = walk.row * walk.plan.workers;
   walk.worker = walk.first_worker + worker;
+  if (walk.plan.dealt) return first_dealt(p, requests, ranking, deal, worker, walk, segment);
   walk.position = walk.plan.pieces ? worker : worker * walk.plan.share;
   walk.end = walk.plan.pieces ? worker + 1 : min(walk.position + walk.plan.share, walk.plan.total);
   if (walk.position >= walk.end) return false;
@@ -117,11 +190,33 @@ __device__ __forceinline__ bool first_segment(const VerifyParams& p, const Reque
   return next_segment(p, requests, walk, segment);
 }
 
+// Finds where a thread block begins, without a plan. A function of its own: what is seldom called must not lie between
+// instructions that every launch fetches. Called by the whole thread block.
+template <int kRows, int kTile>
+__device__ __noinline__ void find_walk(const VerifyParams& p, int2* table, Control& control, Ranking& ranking) {
+  const Requests<kRows, kTile> requests{p, table};
+  requests.fill(static_cast<int>(threadIdx.x));
+  __syncthreads();
+  rank_requests(p, requests, ranking);
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    Walk walk{};
+    Segment segment{};
+    const bool more = first_segment(p, requests, ranking, blockIdx.x, walk, segment);
+    if (threadIdx.x == 0) {
+      control.segments[0] = segment;
+      control.walk = walk;
+      control.more = more;
+    }
+  }
+  __syncthreads();
+}
+
 // Begins a thread block's way: read from the plan, if there is one for such a launch, or found by the first warp. Called by
 // the whole thread block.
 template <int kRows, int kTile>
 __device__ __forceinline__ void begin_walk(const VerifyParams& p, const Requests<kRows, kTile>& requests,
-                                           Control& control) {
+                                           Control& control, Ranking& ranking) {
   if (p.plan != nullptr) {
     const int word = threadIdx.x;
     if (word < kPlanWords)
@@ -130,19 +225,7 @@ __device__ __forceinline__ void begin_walk(const VerifyParams& p, const Requests
     __syncthreads();
     if (control.key == p.plan_key) return;
   }
-  requests.fill(static_cast<int>(threadIdx.x));
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    Walk walk{};
-    Segment segment{};
-    const bool more = first_segment(p, requests, blockIdx.x, walk, segment);
-    if (threadIdx.x == 0) {
-      control.segments[0] = segment;
-      control.walk = walk;
-      control.more = more;
-    }
-  }
-  __syncthreads();
+  find_walk<kRows, kTile>(p, requests.table, control, ranking);
 }
 
 // What continue_walk() needs of a walk that was read from a plan. It is fetched before the first tiles are, behind which
@@ -173,13 +256,16 @@ struct WalkAhead {
 template <int kRows, int kTile>
 __global__ void __launch_bounds__(128) plan_kernel(const __grid_constant__ VerifyParams p, PlanEntry* plan) {
   __shared__ int2 table[kTabledRequests];
+  __shared__ Ranking ranking;
   const Requests<kRows, kTile> requests{p, table};
   requests.fill(static_cast<int>(threadIdx.x));
+  __syncthreads();
+  rank_requests(p, requests, ranking);
   __syncthreads();
   const int block = blockIdx.x * 4 + threadIdx.x / 32;
   if (block >= p.clusters * p.cluster) return;
   PlanEntry entry{};
-  entry.more = first_segment(p, requests, block, entry.walk, entry.segment);
+  entry.more = first_segment(p, requests, ranking, block, entry.walk, entry.segment);
   entry.key = p.plan_key;
   if (threadIdx.x % 32 == 0) plan[block] = entry;
 }

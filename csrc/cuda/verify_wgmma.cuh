@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
   extern __shared__ __align__(1024) char shared[];
   const Requests<S::kRows, S::kTile> requests{p, reinterpret_cast<int2*>(shared + S::kTableOffset)};
   Control& control = *reinterpret_cast<Control*>(shared + S::kControlOffset);
-  begin_walk(p, requests, control);
+  begin_walk(p, requests, control, *reinterpret_cast<Ranking*>(shared));
   if (!control.more) return;
 
   TileQueue<S> queue;

@@ -126,8 +126,12 @@ def main() -> None:
                 pairs = {"cache": "fp8", "quantized": quantized, "block": block}
                 attend((16, 2, 256), [window, 0, 3, 4], [40, 64, 9, 700], rising=True, **pairs)
     attend((8, 2, 256), [9] * 16, [300] * 16, rising=True)
-    for heads, window in (((32, 8, 128), 5), ((16, 2, 256), 9)):  # units that straddle workers
+    # Units dealt out, one of them cut; the last ones cut; units that straddle workers.
+    for heads, window in (((32, 8, 128), 5), ((16, 2, 256), 9)):
         attend(heads, [window] * 70, [100 + 37 * (i % 9) for i in range(70)])
+        attend(heads, [window] * 70, [3000, *(100 + 37 * (i % 9) for i in range(69))])
+        attend(heads, [window] * 40, [700 + 9 * (i % 7) for i in range(40)])
+        attend(heads, [window] * 140, [30 + 37 * (i % 9) for i in range(140)])
     for size in (64, 96, 128, 256):  # the same with quantized queries
         fp8 = {"cache": "fp8", "quantized": True}
         attend((8, 1, size), [5], [3000], **fp8)

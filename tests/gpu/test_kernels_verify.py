@@ -22,11 +22,22 @@ each_head_configuration = pytest.mark.parametrize("heads", HEADS, ids=lambda h: 
 each_format = pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
 
 
+#: By what they have thread blocks do: more than one unit each, of lengths that differ, one of which is cut;
+#: or one unit and a part of another.
+MANY = {
+    "many": [300] * 70,
+    "uneven": [9000, *(100 + 37 * (i % 23) for i in range(69))],
+    "between": [700 + 9 * (i % 7) for i in range(40)],
+}
+
+
 @each_format
 @each_head_configuration
 @pytest.mark.parametrize("window", [2, 5, 9])
 @pytest.mark.parametrize(
-    "contexts", [[40], [600, 17, 0, 1200], [20000], [300] * 70], ids=["short", "mixed", "long", "many"]
+    "contexts",
+    [[40], [600, 17, 0, 1200], [20000], *MANY.values()],
+    ids=["short", "mixed", "long", *MANY],
 )
 def test_error_beside_flash_attention(
     heads: tuple[int, int, int],
@@ -62,7 +73,7 @@ def test_every_kernel_keeps_to_the_workspace(
     torch.testing.assert_close(own.double(), batch.exact(), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("contexts", [[40], [600, 17, 0, 1200], [20000], [300] * 70, [50] * 200])
+@pytest.mark.parametrize("contexts", [[40], [600, 17, 0, 1200], [20000], *MANY.values(), [50] * 200])
 @each_format
 @each_head_configuration
 def test_a_plan_changes_nothing(heads: tuple[int, int, int], contexts: list[int], quantized: bool) -> None:

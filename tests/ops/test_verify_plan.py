@@ -163,6 +163,9 @@ BATCHES = {
     "equal": Batch(40, 64, [9] * 64, [600] * 64, 8, TWO),
     "nearly-equal": Batch(40, 64, [5] * 64, uneven(3, 64, 600, 760), 8, TWO),
     "nearly-equal-warps": Batch(24, 16, [5] * 64, uneven(3, 64, 600, 760), 8, TWO),
+    "between": Batch(40, 64, [5] * 40, uneven(13, 40, 550, 750), 8, TWO),
+    "between-equal": Batch(40, 64, [5] * 48, [4096] * 48, 8, TWO),
+    "between-warps": Batch(24, 16, [5] * 70, uneven(14, 70, 550, 750), 8, TWO),
     "uneven": Batch(40, 64, uneven(4, 128, 1, 9), uneven(5, 128, 0, 3000), 8, TWO),
     "one-head": Batch(40, 64, [5] * 128, uneven(6, 128, 500, 900), 1, 66),
     "many-with-one-long": Batch(40, 64, [5] * 64, [30_000, *uneven(7, 63, 100, 800)], 8, TWO),
@@ -172,6 +175,29 @@ BATCHES = {
     "more-than-are-kept": Batch(40, 64, [5] * 200, uneven(12, 200, 100, 1500), 2, TWO),
     "no-context": Batch(40, 64, [5] * 64, [0] * 64, 8, TWO),
 }
+
+
+@pytest.mark.parametrize(
+    "name", ["nearly-equal", "nearly-equal-warps", "uneven", "one-head", "empty-windows", "sliding"]
+)
+def test_units_of_differing_lengths_stay_whole(plan: Plan, name: str) -> None:
+    assert {segment.worker_count for segment in plan(BATCHES[name], True, 128)} == {1}
+
+
+def test_only_a_long_unit_is_cut(plan: Plan) -> None:
+    batch = BATCHES["many-with-one-long"]
+    cut = {segment.request for segment in plan(batch, True, 128) if segment.worker_count > 1}
+    assert cut == {0}
+
+
+@pytest.mark.parametrize("name", ["between", "between-equal"])
+def test_only_what_is_left_is_cut(plan: Plan, name: str) -> None:
+    segments = plan(BATCHES[name], True, 128)
+    shared = [segment.block for segment in segments if segment.worker_count > 1]
+    assert shared
+    assert len(shared) == len(set(shared))
+    whole = [segment.block for segment in segments if segment.worker_count == 1]
+    assert len(whole) == BATCHES[name].clusters
 
 
 @pytest.mark.parametrize("name", BATCHES)

@@ -31,11 +31,13 @@ void emulate(VerifyParams p, int planned, int threads, Output& output) {
   for (int i = 0; i < blocks; ++i) {
     static int2 table[kTabledRequests];
     static Control control;
+    static Ranking ranking;
     std::memset(&control, 0xff, sizeof(control));
+    std::memset(&ranking, 0xff, sizeof(ranking));
     std::memset(table, 0xff, sizeof(table));
     emulation::run(static_cast<unsigned>(i), static_cast<unsigned>(threads), [&] {
       const Requests<kRows, kTile> requests{p, table};
-      begin_walk(p, requests, control);
+      begin_walk(p, requests, control, ranking);
       if (!control.more) return;
       const WalkAhead<kRows, kTile> ahead(p, requests, control);
       ahead.keep();
