@@ -91,11 +91,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return result;
 }
 
-// A line of 128 bytes whose contents nobody wants any more.
-__device__ __forceinline__ void discard_line(const void* line) {
-  asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
-}
-
 // A counter in global memory, and with it what other thread blocks wrote before they counted.
 __device__ __forceinline__ int load_acquire(const int* counter) {
   int value;

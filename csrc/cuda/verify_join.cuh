@@ -111,20 +111,6 @@ __device__ __forceinline__ void add_cluster(const VerifyParams& p, const Segment
   cluster_sync();  // the others have read this block's shared memory
 }
 
-// What has been read of a unit's parts is not wanted any more: it need not be written from the L2 cache to memory. Whole
-// lines only, which no other worker reads.
-template <class S>
-__device__ __forceinline__ void discard_parts(const VerifyParams& p, const Segment& unit, int first, int size) {
-  constexpr int kLineQuads = 8;
-  if (first % kLineQuads != 0) return;
-  const int lines = size / kLineQuads;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < unit.worker_count * lines; i += S::kThreads) {
-    const int part = i / lines;
-    discard_line(part_quads<S>(p, slot_of(unit, unit.first_worker + part)) + first + i % lines * kLineQuads);
-  }
-}
-
 // Adds up row quads of all parts that a unit's workers left in the workspace, in the workers' order. What they left is
 // copied to shared memory first, as much at a time as there is room for: hundreds of loads are then under way at once.
 template <class S>
@@ -157,7 +143,6 @@ __device__ __forceinline__ void add_workers(const VerifyParams& p, const Segment
     copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();  // all parts are there
-    discard_parts<S>(p, unit, first, size);
     // A quad's parts are dealt out to as many lanes of a warp.
 #pragma unroll 1
     for (int i = threadIdx.x; i < (size * lanes + 31) / 32 * 32; i += S::kThreads) {
