@@ -1,6 +1,7 @@
 """Parts of a unit that several thread blocks leave are joined, also where these do not run at the same time.
 
-Coverage: units cut into pieces, and units that straddle workers; head sizes 64, 128 and 256, both formats.
+Coverage: units cut into pieces, all or those left when whole ones were dealt out, and units that straddle
+workers, for which a batch has more requests than are dealt out; head sizes 64, 128 and 256, both formats.
 Another kernel keeps multiprocessors to itself, so that some of a launch's thread blocks begin only when
 others have gone.
 """
@@ -64,10 +65,19 @@ class Holder:
         ((32, 8, 64), 5, [16000, 9000, 300, 12000]),
         ((16, 2, 256), 9, [16000, 9000, 300, 12000]),
         ((16, 2, 256), 9, [1000 + 100 * (i % 7) for i in range(24)]),
-        ((32, 8, 128), 5, [400 + 40 * (i % 9) for i in range(50)]),
-        ((16, 2, 256), 9, [400 + 40 * (i % 9) for i in range(90)]),
+        ((32, 8, 128), 5, [700 + 9 * (i % 7) for i in range(40)]),
+        ((32, 8, 128), 5, [400 + 40 * (i % 9) for i in range(140)]),
+        ((16, 2, 256), 9, [400 + 40 * (i % 9) for i in range(140)]),
     ],
-    ids=["pieces-128", "pieces-64", "pieces-256", "many-256", "straddling-128", "straddling-256"],
+    ids=[
+        "pieces-128",
+        "pieces-64",
+        "pieces-256",
+        "many-256",
+        "left-over-128",
+        "straddling-128",
+        "straddling-256",
+    ],
 )
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
 def test_parts_are_joined_while_another_kernel_holds_multiprocessors(
