@@ -39,7 +39,10 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
                 env=environment,
-                start_new_session=True,
+                # A group to end it by, but no session of its own: Linux shares a CPU out among sessions first
+                # (sched_autogroup), and a client in another one than an engine that decodes was seen to wait
+                # for seconds.
+                process_group=0,
             )
 
     @property

@@ -94,8 +94,10 @@ def _serve(command: list[str], extra: dict[str, str]) -> Iterator[Server]:
     flags = [*ENGINE_FLAGS, "--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **ENGINE_CORES, **extra}
     with tempfile.TemporaryFile() as log:
+        # No session of its own: Linux shares a CPU out among sessions first (sched_autogroup), and clients in
+        # another one than an engine that decodes wait, now and then for seconds.
         process = subprocess.Popen(
-            [*command, *flags], stdout=log, stderr=log, env=environment, start_new_session=True
+            [*command, *flags], stdout=log, stderr=log, env=environment, process_group=0
         )
         try:
             _wait(process, f"http://127.0.0.1:{port}", log)

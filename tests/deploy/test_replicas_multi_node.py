@@ -78,9 +78,7 @@ def plugin():
 def running(command: list[str], log: Path, patience: float = 0) -> Iterator[None]:
     """Keep a process of its own group running; it has ``patience`` seconds for an orderly end."""
     with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, cwd=ROOT, process_group=0)
     try:
         yield
     finally:

@@ -82,7 +82,7 @@ class PlainServer(ServerProcess):
                 stderr=subprocess.STDOUT,
                 cwd=folder,
                 env={**os.environ, **environment},
-                start_new_session=True,
+                process_group=0,
             )
 
 
