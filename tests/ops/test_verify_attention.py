@@ -20,6 +20,7 @@ from nwor import ops, reference
 from tests.ops.cases import (
     ATTENTION_CASES,
     BF16,
+    FLOAT_SUM_ROUNDING,
     FP8,
     FP32,
     LONG,
@@ -102,10 +103,9 @@ def check(case: AttentionCase, inputs: AttentionInputs) -> None:
     rows = sum(case.windows)
     got = inputs.output.view[:rows].to(torch.float64)
     tolerance = TOLERANCE[case.dtype]
-    allowed = tolerance + tolerance * want[:rows].abs()
-    if case.query_scales is not None and got.is_cuda:  # of a row's own scores, which its lse is as large as
-        scores = want_lse[:, :rows].abs().nan_to_num(posinf=0.0).T[..., None]
-        allowed = allowed + fp8_sum_rounding(case) * scores
+    rounding = fp8_sum_rounding(case) if got.is_cuda and case.query_scales is not None else FLOAT_SUM_ROUNDING
+    scores = want_lse[:, :rows].abs().nan_to_num(posinf=0.0).T[..., None]  # a row's are as large as its lse
+    allowed = tolerance + tolerance * want[:rows].abs() + rounding * scores
     assert ((got - want[:rows]).abs() <= allowed).all(), (got - want[:rows]).abs().max()
     assert (inputs.output.view[rows:].contiguous().view(torch.uint8) == PATTERN).all()
     assert inputs.output.margins_untouched()
