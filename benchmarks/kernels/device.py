@@ -56,14 +56,15 @@ class Step:
         self.key_caches, self.value_caches = [v[0] for v in views], [v[1] for v in views]
         heads = query_heads + 2 * kv_heads
         fused = torch.randn(LAYERS, cell.tokens, heads, size, device="cuda", dtype=torch.bfloat16)
-        self.queries = [x[:, :query_heads] for x in fused]
+        self.plain_queries = self.queries = [x[:, :query_heads] for x in fused]
         if cell.fp8:  # as vLLM quantizes them before attention
-            self.queries = [q.to(torch.float8_e4m3fn) for q in self.queries]
+            self.queries = [q.to(torch.float8_e4m3fn) for q in self.plain_queries]
         self.keys = [x[:, query_heads : query_heads + kv_heads] for x in fused]
         self.values = [x[:, query_heads + kv_heads :] for x in fused]
         self.output = torch.empty(cell.tokens, query_heads, size, device="cuda", dtype=torch.bfloat16)
-        order = torch.randperm(cell.blocks, device="cuda").to(torch.int32)
-        own = order.split(cell.block_counts)
+        #: Blocks of all requests, one after the other's.
+        self.blocks = torch.randperm(cell.blocks, device="cuda").to(torch.int32)
+        own = self.blocks.split(cell.block_counts)
         self.block_table = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
         contexts = torch.tensor(cell.contexts, device="cuda")
         int32 = {"dtype": torch.int32, "device": "cuda"}

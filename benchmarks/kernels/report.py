@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from cells import BATCHES, CONTEXTS, DRAFTS
 matplotlib.use("Agg")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+#: FlashInfer's ways, as run.py calls them.
+FLASHINFER = ("fa2", "fa3", "xqa")
 Row = dict[str, Any]
 
 
@@ -59,7 +62,7 @@ def cell_text(row: Row | None, copy: float) -> str:
     return f"**{text}**" if speedup(row) < 1 - noise(row) else text
 
 
-def table(rows: Sequence[Row], copy: float) -> str:
+def table(rows: Sequence[Row], text: Callable[[Row | None], str]) -> str:
     by_cell = {(r["batch"], r["context"], r["drafts"]): r for r in rows}
     lines = [
         "| k | context | " + " | ".join(f"batch {b}" for b in BATCHES) + " |",
@@ -67,8 +70,54 @@ def table(rows: Sequence[Row], copy: float) -> str:
     ]
     for drafts in DRAFTS:
         for context in CONTEXTS:
-            cells = [cell_text(by_cell.get((b, context, drafts)), copy) for b in BATCHES]
+            cells = [text(by_cell.get((b, context, drafts))) for b in BATCHES]
             lines.append(f"| {drafts} | {context} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def fastest_flashinfer(row: Row) -> str:
+    """FlashInfer's fastest way in a cell that has one."""
+    return min((way for way in FLASHINFER if way in row), key=lambda way: row[way])
+
+
+def against_flashinfer(row: Row) -> tuple[float, float]:
+    """FlashInfer's time over nwor's, and the noise of both, relative."""
+    way = fastest_flashinfer(row)
+    return row[way] / row["nwor"], row[way + "_noise"] / row[way] + row["nwor_noise"] / row["nwor"]
+
+
+def flashinfer_text(row: Row | None) -> str:
+    if row is None or not any(way in row for way in FLASHINFER):
+        return "-"
+    ratio, either = against_flashinfer(row)
+    way = fastest_flashinfer(row)
+    text = f"{row[way]:.1f} {way}: {ratio:.2f}"
+    return f"**{text}**" if ratio < 1 - either else text
+
+
+def flashinfer_summary(groups: dict[str, list[Row]]) -> str:
+    lines = [
+        "| heads | cells | FlashInfer / nwor, context <= 600 | all cells | nwor slower beyond noise | worst"
+        " | stock / FlashInfer | fastest: " + ", ".join(FLASHINFER) + " | outputs at most apart |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for heads, group in groups.items():
+        rows = [r for r in group if any(way in r for way in FLASHINFER)]
+        if not rows:
+            continue
+        ratios = [against_flashinfer(r) for r in rows]
+        short = [ratio for r, (ratio, _) in zip(rows, ratios, strict=True) if r["context"] <= 600]
+        ways = [fastest_flashinfer(r) for r in rows]
+        apart = [difference for r in rows for difference in r["differences"].values()]
+        lines.append(
+            f"| {heads} | {len(rows)} | {geometric_mean(short):.2f}"
+            f" | {geometric_mean(ratio for ratio, _ in ratios):.2f}"
+            f" | {sum(ratio < 1 - either for ratio, either in ratios)}"
+            f" | {min(ratio for ratio, _ in ratios):.2f}"
+            f" | {geometric_mean(r['stock'] / r[way] for r, way in zip(rows, ways, strict=True)):.2f}"
+            f" | {', '.join(str(ways.count(way)) for way in FLASHINFER)}"
+            f" | {max(apart, key=lambda d: math.inf if math.isnan(d) else d):.3f} |"
+        )
     return "\n".join(lines)
 
 
@@ -169,7 +218,13 @@ def main() -> None:
         parts.append(f"![speed-up, {name}]({image})\n")
         for heads, group in groups.items():
             parts.append(f"#### {heads}, {name}\n")
-            parts.append(table(group, copy) + "\n")
+            parts.append(table(group, partial(cell_text, copy=copy)) + "\n")
+        if any(way in r for r in rows for way in FLASHINFER):
+            parts.append(f"#### FlashInfer, {name}\n")
+            parts.append(flashinfer_summary({**groups, "all": rows}) + "\n")
+            for heads, group in groups.items():
+                parts.append(f"{heads}:\n")
+                parts.append(table(group, flashinfer_text) + "\n")
     document = DOCS / "kernels.md"
     text = document.read_text()
     head, tail = text.split(BEGIN)[0], text.split(END)[1]

@@ -1,10 +1,12 @@
 """Measures the grid on one GPU and writes JSON.
 
     python benchmarks/kernels/run.py --out results.json [--heads 32/8/128 ...] [--fp8] [--cells 16x600x4 ...]
+        [--flashinfer [modules]]
 
 Both ways run 32 layers in one CUDA graph, in turns of `TIMES` times; what counts is the median over all of a
 way's times, its noise half the distance between the quartiles. Needs vLLM with FlashAttention 3 for the stock
-column.
+column. `--flashinfer` adds FlashInfer's ways (flashinfer_ways.py), with modules that flashinfer_modules.py
+compiled before, or compiled now; how much each way's output differs from stock's is then noted as well.
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from cells import HEADS, LAYERS, Cell, grid
 from device import CachePool, Graph, Step, copy_bandwidth, interleaved, run_copy, run_nwor, run_stock
 
 from nwor import ops
+
+if TYPE_CHECKING:
+    from flashinfer_ways import FlashInfer
 
 #: Of a way in each of its turns.
 TIMES = 3
@@ -35,8 +41,25 @@ def summary(times: Sequence[float]) -> tuple[float, float]:
     return statistics.median(times), (high - low) / 2
 
 
+def differences(
+    step: Step, write: Callable[[int], None], attend: dict[str, Callable[[int], None]]
+) -> dict[str, float]:
+    """Largest difference of each way's output from the first one's, in one layer whose window is written."""
+    write(0)
+    outputs = []
+    for way in attend.values():
+        step.output.fill_(torch.nan)
+        way(0)
+        outputs.append(step.output.float())
+    return {name: (own - outputs[0]).abs().max().item() for name, own in zip(attend, outputs, strict=True)}
+
+
 def measure(
-    cell: Cell, cache_pool: CachePool, workspace: torch.Tensor, args: argparse.Namespace
+    cell: Cell,
+    cache_pool: CachePool,
+    workspace: torch.Tensor,
+    flashinfer: FlashInfer | None,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     """Times of one cell in microseconds: per layer, `commit` for all layers."""
     row: dict[str, Any] = {
@@ -56,6 +79,15 @@ def measure(
         functions |= {"stock": stock}
         if args.parts:
             functions["write"] = lambda: [stock.write(i) for i in range(LAYERS)]  # type: ignore[attr-defined]
+        if flashinfer is not None:
+            from flashinfer_ways import run_flashinfer
+
+            write = stock.write  # type: ignore[attr-defined]
+            ways, row["refused"] = flashinfer.ways(step)
+            own.plan()  # type: ignore[attr-defined]
+            attend = {"stock": stock.attend, "nwor": own.verify} | ways  # type: ignore[attr-defined]
+            row["differences"] = differences(step, write, attend)
+            functions |= {name: run_flashinfer(way, write) for name, way in ways.items()}
     graph_pool = torch.cuda.graph_pool_handle()
     graphs = {name: Graph(function, graph_pool) for name, function in functions.items()}
     times = interleaved(list(graphs.values()), args.turns, args.least_us, TIMES)
@@ -92,13 +124,23 @@ def main() -> None:
     parser.add_argument("--pool-gib", type=float, default=116.0)
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--parts", action="store_true", help="also time vLLM's cache write alone")
+    parser.add_argument(
+        "--flashinfer", nargs="?", const="", metavar="MODULES", help="FlashInfer's ways as well"
+    )
     args = parser.parse_args()
+    if args.no_stock and args.flashinfer is not None:
+        parser.error("--flashinfer writes the cache as stock does: leave --no-stock out")
 
     begin = time.time()
     properties = torch.cuda.get_device_properties(0)
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
     pool = CachePool(int(args.pool_gib * (1 << 30)), args.fp8)
+    flashinfer = None
+    if args.flashinfer is not None:
+        from flashinfer_ways import FlashInfer
+
+        flashinfer = FlashInfer(Path(args.flashinfer) if args.flashinfer else None)
     rows = []
     copies: dict[int, float] = {}
     for heads in args.heads:
@@ -107,7 +149,7 @@ def main() -> None:
         for cell in grid(heads, args.fp8, args.spread):
             if args.cells and f"{cell.batch}x{cell.context}x{cell.drafts}" not in args.cells:
                 continue
-            row = measure(cell, pool, workspace, args)
+            row = measure(cell, pool, workspace, flashinfer, args)
             moved = cell.cache_bytes_read
             if LARGE_BYTES < moved < LARGEST_BYTES and "nwor" in row:
                 if moved not in copies:
@@ -120,8 +162,12 @@ def main() -> None:
                 line += f" nwor {row['nwor']:9.2f} commit {row['commit']:7.2f} TB/s {bound:5.2f}"
                 if "stock" in row:
                     line += f" stock {row['stock']:9.2f} x{row['stock'] / row['nwor']:5.2f}"
-                if "write" in row:
-                    line += f" write {row['write']:6.2f}"
+                for name in ("write", "fa2", "fa3", "xqa"):
+                    if name in row:
+                        line += f" {name} {row[name]:6.2f}"
+                if "differences" in row:
+                    apart = torch.tensor(list(row["differences"].values())).max()  # NaN, if there is one
+                    line += f" apart {apart:.4f}"
             else:
                 line += " does not fit"
             print(line, flush=True)
