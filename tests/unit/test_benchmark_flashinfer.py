@@ -1,4 +1,4 @@
-"""Claim: the causal mask that the kernel benchmark gives FlashInfer's XQA has a bit for each token that is seen.
+"""Claim: the causal mask that the kernel benchmark gives FlashInfer has a bit for each token that is seen.
 
 Coverage: windows of one word and of two, every row and every bit. FlashInfer itself runs on a GPU only.
 """
