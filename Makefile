@@ -1,7 +1,12 @@
 # Everything starts here: `make serve`, `make test`. Needs Python 3.11+ (with venv), make and a C++ compiler.
 # Stamps in the virtual environment let repeated runs skip what is done.
 
-VENV   ?= .venv
+# `make serve DEVICE=cuda`: vLLM and PyTorch for NVIDIA GPUs, and the kernels for them (needs nvcc 13).
+DEVICE ?= cpu
+ifeq ($(filter $(DEVICE),cpu cuda),)
+$(error DEVICE is $(DEVICE), wanted cpu or cuda)
+endif
+VENV   ?= $(if $(filter cuda,$(DEVICE)),.venv-cuda,.venv)
 PYTHON ?= python3
 HOST   ?= 127.0.0.1
 PORT   ?= 8000
@@ -20,18 +25,20 @@ STAMPS := $(VENV)/.stamps
 LOCKS  := deploy/requirements
 NATIVE := $(shell find csrc -type f 2>/dev/null)
 
-# This environment runs on a CPU; where nvcc is at hand, `make NWOR_CUDA=ON` compiles the CUDA library as well.
-export NWOR_CUDA ?= OFF
+# An environment for CPUs compiles the CUDA library as well with `make NWOR_CUDA=ON`, where nvcc is at hand.
+export NWOR_CUDA ?= $(if $(filter cuda,$(DEVICE)),ON,OFF)
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export DO_NOT_TRACK ?= 1
 
-.PHONY: help serve test lint format types lock cuda wheel sbom bench-server setup setup-dev clean distclean
+.PHONY: help serve test test-gpu verify-gpu lint format types lock cuda wheel sbom bench-server setup setup-dev clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve    set up, build and serve the bundled demo model on http://$(HOST):$(PORT)"
 	@echo "make test     set up, build and run all tests that need no GPU"
+	@echo "make test-gpu the same on NVIDIA GPUs: their tests, compute-sanitizer, benchmarks; docs/release.md"
+	@echo "              (make serve DEVICE=cuda serves on one)"
 	@echo "make lint     ruff, check and format      make types   mypy --strict"
 	@echo "make format   let ruff fix and format     make lock    resolve the lock files anew"
 	@echo "make cuda     compile the CUDA library (needs nvcc, no GPU)"
@@ -45,6 +52,13 @@ serve: setup
 
 test: setup-dev
 	$(PY) -m pytest $(TESTS)
+
+# Everything that shows a build to be right and fast on GPUs, with a record of it: see docs/release.md.
+test-gpu:
+	$(MAKE) DEVICE=cuda NWOR_CUDA=ON verify-gpu
+
+verify-gpu: setup-dev
+	$(PY) -m tests.gpu.verify $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
@@ -84,11 +98,13 @@ $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
+# With CUDA it is part of the lock.
 $(STAMPS)/torch: Makefile | $(STAMPS)/venv
-	$(PIP) install --no-deps "$(TORCH_CPU)" || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH_CPU)"
+	[ $(DEVICE) = cuda ] || $(PIP) install --no-deps "$(TORCH_CPU)" || \
+		$(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH_CPU)"
 	@touch $@
 
-$(STAMPS)/runtime: $(LOCKS)/cpu.txt | $(STAMPS)/torch
+$(STAMPS)/runtime: $(LOCKS)/$(DEVICE).txt | $(STAMPS)/torch
 	$(PIP) install --no-deps --require-hashes -r $<
 	@touch $@
 
@@ -102,7 +118,7 @@ $(STAMPS)/dev: $(LOCKS)/dev.txt | $(STAMPS)/runtime $(STAMPS)/build
 
 $(STAMPS)/package: pyproject.toml $(NATIVE) | $(STAMPS)/runtime $(STAMPS)/build
 	@start=$$(date +%s); \
-	$(PIP) install --no-build-isolation --no-deps -e . && \
+	$(PIP) install --no-build-isolation --no-deps --config-settings=build-dir=build/$(DEVICE)-{wheel_tag} -e . && \
 	echo "built and installed in $$(( $$(date +%s) - start )) s"
 	@touch $@
 
@@ -120,7 +136,7 @@ lock: $(STAMPS)/dev
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find nwor server tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f $(STAMPS)/package
+	rm -f .venv/.stamps/package .venv-cuda/.stamps/package $(STAMPS)/package
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf .venv .venv-cuda $(VENV)
