@@ -23,6 +23,8 @@ PY     := $(BIN)/python
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input
 STAMPS := $(VENV)/.stamps
 LOCKS  := deploy/requirements
+# Where torch is there: the lock for CUDA has it.
+TORCH  := $(STAMPS)/$(if $(filter cuda,$(DEVICE)),runtime,torch)
 NATIVE := $(shell find csrc -type f 2>/dev/null)
 
 # An environment for CPUs compiles the CUDA library as well with `make NWOR_CUDA=ON`, where nvcc is at hand.
@@ -79,7 +81,7 @@ cuda: $(STAMPS)/runtime $(STAMPS)/build
 
 # Needs a compiler and torch's headers, not the rest of the run-time packages; see docs/release.md.
 WHEEL_DIR = dist/$(if $(filter ON,$(NWOR_CUDA)),cuda,cpu)
-wheel: $(STAMPS)/torch $(STAMPS)/build
+wheel: $(TORCH) $(STAMPS)/build
 	rm -rf $(WHEEL_DIR)
 	PATH="$(abspath $(BIN)):$$PATH" $(PIP) wheel --no-build-isolation --no-deps --no-index -w $(WHEEL_DIR) .
 	@ls -l $(WHEEL_DIR)
@@ -98,13 +100,12 @@ $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
-# With CUDA it is part of the lock.
 $(STAMPS)/torch: Makefile | $(STAMPS)/venv
-	[ $(DEVICE) = cuda ] || $(PIP) install --no-deps "$(TORCH_CPU)" || \
-		$(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH_CPU)"
+	$(PIP) install --no-deps "$(TORCH_CPU)" || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH_CPU)"
 	@touch $@
 
-$(STAMPS)/runtime: $(LOCKS)/$(DEVICE).txt | $(STAMPS)/torch
+$(STAMPS)/runtime: | $(if $(filter cuda,$(DEVICE)),$(STAMPS)/venv,$(STAMPS)/torch)
+$(STAMPS)/runtime: $(LOCKS)/$(DEVICE).txt
 	$(PIP) install --no-deps --require-hashes -r $<
 	@touch $@
 
