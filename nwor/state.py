@@ -125,7 +125,9 @@ class RankState:
     @property
     def counts(self) -> WindowCounts:
         """What the windows since the start or the last reset did, on all ranks together."""
-        return self.tally.counts(self.engine_token_bytes)
+        self._fold()
+        with self._folding:
+            return self._tally.counts(self.engine_token_bytes)
 
     @property
     def engine_token_bytes(self) -> int:
@@ -198,7 +200,8 @@ class RankState:
     def reset(self) -> None:
         """Start counting anew."""
         self._fold()
-        self._tally = Tally()
+        with self._folding:
+            self._tally = Tally()
         self.self_checks = 0
 
     def report(self) -> dict[str, Any]:

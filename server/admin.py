@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -115,11 +115,10 @@ class Admin:
         """
         if self._config is None:
             return {"enabled": False, "detail": _absent()}
-        ranks = await self._call("nwor_report")
-        ranks.sort(key=lambda rank: rank["rank"])
-        # With pipeline stages only the last one learns every window's outcome on the host.
-        counting = next(rank for rank in ranks if rank["last_stage"])
-        counts, changes = counting["counts"], ranks[0]["changes"]
+        engines = [sorted(answers, key=_rank) for answers in await self._call("nwor_report")]
+        counts = _sum([_counting(answers)["counts"] for answers in engines])
+        ranks = [{"engine": i, **rank} for i, answers in enumerate(engines) for rank in answers]
+        changes = ranks[0]["changes"]
         for rank in ranks:
             del rank["counts"], rank["changes"]
         verdicts = {json.dumps([rank["mode"], rank["fault"], rank["unsupported"]]) for rank in ranks}
@@ -164,14 +163,13 @@ class Admin:
             )
         async with self._lock:
             asked = _asked(key_id)
-            ranks = await self._call("nwor_set_mode", mode.value, asked)
-            ranks.sort(key=lambda rank: rank["rank"])
-            first = ranks[0]
+            engines = await self._call("nwor_set_mode", mode.value, asked)
+            first = min(engines[0], key=_rank)
             change = {"old": first["old"], "new": first["new"], "step": first["step"]}
             if self._metrics is not None:
-                self._metrics.switched(first["old"], first["new"], first["switches"])
+                self._metrics.switched([_counting(answers) for answers in engines])
             logger.info("Admin key %s %s (%s).", key_id, first["what"], asked["when"])
-        return {**change, "ranks": len(ranks)}
+        return {**change, "ranks": sum(map(len, engines))}
 
     async def reset(self, key_id: str) -> dict[str, Any]:
         """Start the ranks' counters anew.
@@ -184,15 +182,20 @@ class Admin:
             raise Refusal(HTTPStatus.CONFLICT, _absent(), "ConflictError")
         async with self._lock:
             asked = _asked(key_id)
-            ranks = await self._call("nwor_reset_stats", asked)
+            engines = await self._call("nwor_reset_stats", asked)
             logger.info("Admin key %s reset the counters (%s).", key_id, asked["when"])
-        return {"reset": True, "ranks": len(ranks)}
+        return {"reset": True, "ranks": sum(map(len, engines))}
 
-    async def _call(self, method: str, *args: Any) -> list[Any]:
+    async def _call(self, method: str, *args: Any) -> list[list[Any]]:
+        """Return the answers of each engine's ranks; data parallelism has several engines.
+
+        The engine client's own ``collective_rpc`` asks them all, too, but hands on the first one's answers.
+        """
         if self._engine.errored:
             raise _dead()
+        call = self._engine.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
         try:
-            answers = await asyncio.wait_for(self._engine.collective_rpc(method, args=args), RPC_TIMEOUT)
+            engines = await asyncio.wait_for(call, RPC_TIMEOUT)
         except EngineDeadError as error:
             raise _dead() from error
         except TimeoutError as error:
@@ -201,7 +204,32 @@ class Admin:
                 f"The engine did not answer within {RPC_TIMEOUT:g} s; it may still carry the call out.",
                 "ServiceUnavailableError",
             ) from error
-        return list(answers)
+        return list(engines)
+
+
+def _rank(answer: Mapping[str, Any]) -> int:
+    rank: int = answer["rank"]
+    return rank
+
+
+def _counting(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the answer of the rank whose figures are the engine's.
+
+    With pipeline stages only the last one learns every window's outcome on the host; vLLM hears of a step
+    from its first rank.
+    """
+    return min((answer for answer in answers if answer["last_stage"]), key=_rank)
+
+
+def _sum(counts: Sequence[Any]) -> Any:
+    """Add up counters: numbers, or objects and lists of them, of which some may be missing in some."""
+    if isinstance(counts[0], dict):
+        names = dict.fromkeys(name for each in counts for name in each)
+        return {name: _sum([each[name] for each in counts if name in each]) for name in names}
+    if isinstance(counts[0], list):
+        longest = max(map(len, counts))
+        return [sum(each[i] for each in counts if i < len(each)) for i in range(longest)]
+    return sum(counts)
 
 
 def _asked(key_id: str) -> dict[str, str]:

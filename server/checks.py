@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import os
 import socket
+import stat
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -79,9 +80,10 @@ def check_port(host: str | None, port: int, uds: str | None, prefix: str = "--")
 
     """
     if uds:
-        if os.path.exists(uds):
+        if os.path.lexists(uds) and not _remove_left_over(uds):
             raise StartupError(
-                f"the socket {uds!r} exists: another server may be using it; remove it or choose another"
+                f"{uds!r} exists, and another server may be using it: remove it or choose another socket "
+                f"with {prefix}uds"
             )
         return
     if not 0 <= port <= 65535:
@@ -93,6 +95,22 @@ def check_port(host: str | None, port: int, uds: str | None, prefix: str = "--")
             probe.bind((host or "", port))
         except OSError as error:
             raise StartupError(_explain(error, host, port, prefix)) from error
+
+
+def _remove_left_over(path: str) -> bool:
+    """Remove a Unix socket on which nobody listens any more, as a server leaves it that was killed."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            probe.connect(path)
+    except ConnectionRefusedError:
+        os.unlink(path)
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _explain(error: OSError, host: str | None, port: int, prefix: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from nwor.version import __version__
@@ -177,7 +179,7 @@ def _run(args: argparse.Namespace) -> int:
     from vllm.entrypoints.launchers.launcher import setup_server
 
     # Until the event loop has handlers of its own.
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, partial(_interrupt, args))
     try:
         address, sock = setup_server(args, reuse_port=False)
     except (KeyError, OSError) as error:
@@ -199,7 +201,7 @@ def _run(args: argparse.Namespace) -> int:
             os.unlink(args.uds)
 
 
-def _interrupt(*_: object) -> NoReturn:
+def _interrupt(args: argparse.Namespace, *_: object) -> NoReturn:
     """End a start-up at once: an exception would get lost in what the event loop is in the middle of."""
     print(f"{PROG}: stopped before it was ready", file=sys.stderr, flush=True)
     for child in multiprocessing.active_children():
@@ -207,6 +209,9 @@ def _interrupt(*_: object) -> NoReturn:
         child.terminate()
         child.join(_CHILD_SECONDS)
         child.kill()
+    for path in filter(None, (args.uds, args.admin_uds)):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
     os._exit(128 + signal.SIGTERM)
 
 

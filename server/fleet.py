@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -88,21 +89,27 @@ def find_replicas(urls: Iterable[str], names: Iterable[str]) -> list[Replica]:
             headless service of Kubernetes.
 
     Raises:
-        FleetError: a name does not resolve.
+        FleetError: a name does not resolve, or is none.
 
     """
     found = {url: Replica(url) for url in (given.rstrip("/") for given in urls)}
     for name in names:
-        address = httpx.URL(name if "://" in name else f"http://{name}")
-        port = address.port or DEFAULT_PORT
+        address = urlsplit(name if "://" in name else f"http://{name}")
         try:
-            entries = socket.getaddrinfo(address.host, port, type=socket.SOCK_STREAM)
+            # Not by way of httpx, which takes a port that is the scheme's own for none.
+            port = DEFAULT_PORT if address.port is None else address.port
+        except ValueError as error:
+            raise FleetError(f"{name} has no valid port: {error}") from error
+        if not address.hostname:
+            raise FleetError(f"{name} names no host")
+        try:
+            entries = socket.getaddrinfo(address.hostname, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            raise FleetError(f"{address.host} does not resolve: {error}") from error
+            raise FleetError(f"{address.hostname} does not resolve: {error}") from error
         for family, _, _, _, where in entries:
             host = f"[{where[0]}]" if family == socket.AF_INET6 else where[0]
             url = f"{address.scheme}://{host}:{port}"
-            found.setdefault(url, Replica(url, address.host))
+            found.setdefault(url, Replica(url, address.hostname))
     return [found[url] for url in sorted(found)]
 
 

@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 
 from nwor.config import NworConfig
 from nwor.engine.figures import snapshot
-from nwor.engine.scheduler import NworAsyncScheduler, NworScheduler, NworScheduling
+from nwor.engine.scheduler import NworAsyncScheduler, NworScheduler, NworScheduling, special_scheduler
 
 
 class _Reporting(Scheduler):
@@ -91,6 +91,8 @@ def create_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
 
     """
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    if special := special_scheduler(config):
+        return special(*args, **kwargs)
     ahead = config.scheduler_config.async_scheduling
     if NworConfig.from_additional_config(config.additional_config) is not None:
         return (NworReportingAsyncScheduler if ahead else NworReportingScheduler)(*args, **kwargs)

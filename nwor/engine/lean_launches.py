@@ -68,7 +68,8 @@ def _source(names: Sequence[str], kinds: Sequence[str], passed: Sequence[str]) -
             checks.append(f"{name}.__class__ is bool" if kind == "bool" else f"{name}.__class__ in plain")
             key += [name, f"{name}.__class__"]
     if whole:
-        checks.append(f"-1 <= ({' | '.join(whole)}) <= {_INT32}")
+        # Of numbers from -1 up: one more each, so that none hides the others in what they are together.
+        checks.append(f"0 <= ({' | '.join(f'{name} + 1' for name in whole)}) <= {_INT32}")
     arguments = ", ".join(names)
     body = f"""
     try:

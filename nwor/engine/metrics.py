@@ -6,6 +6,7 @@ server processes as vLLM's do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -136,21 +137,21 @@ class NworStatLogger(AggregateStatLoggerBase):
             for _ in range(windows):
                 observe(tokens)
 
-    def switched(self, old: str, new: str, switches: int) -> None:
+    def switched(self, changes: Iterable[Mapping[str, Any]]) -> None:
         """Note a switch that every rank of every engine has confirmed.
 
         Args:
-            old: the mode before.
-            new: the mode in force from now on.
-            switches: mode changes of the engine so far, this one included.
+            changes: of each engine, in their order, what the rank says whose figures are read: ``old``, the
+                mode before; ``new``, the mode from now on; ``switches``, its mode changes so far, this one
+                included.
 
         """
-        for engine in self._switches:
-            self._switches[engine] = max(self._switches[engine], switches)
+        for engine, change in zip(self._switches, changes, strict=False):
+            self._switches[engine] = max(self._switches[engine], change["switches"])
             if self.enabled:
-                self.set_mode(new, engine)
-                if new != old:
-                    self._switch.labels(self._model, str(engine), new).inc()
+                self.set_mode(change["new"], engine)
+                if change["new"] != change["old"]:
+                    self._switch.labels(self._model, str(engine), change["new"]).inc()
 
     def set_mode(self, mode: str, engine: int) -> None:
         """Show the mode in force of an engine."""

@@ -320,8 +320,25 @@ def create_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
 
     """
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    if special := special_scheduler(config):
+        return special(*args, **kwargs)
     chosen = NworAsyncScheduler if config.scheduler_config.async_scheduling else NworScheduler
     return chosen(*args, **kwargs)
+
+
+def special_scheduler(vllm_config: Any) -> type[Scheduler] | None:
+    """Return vLLM's own scheduler for models that need one of their own; None for all others.
+
+    vLLM sets it where no scheduler was chosen before, so whoever chooses one has to ask. Figures of requests
+    are not gathered then.
+    """
+    if getattr(vllm_config, "diffusion_config", None) is None:
+        return None
+    from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
+
+    logger.warning("A diffusion model has vLLM's own scheduler: NWOR's figures of requests are not gathered")
+    ahead = vllm_config.scheduler_config.async_scheduling
+    return DiffusionAsyncScheduler if ahead else DiffusionScheduler
 
 
 def _alike(one: _Waiting, other: _Waiting) -> bool:

@@ -29,8 +29,8 @@ class NworWorkerMixin:
             asked: who asked for it and when, for the list of changes.
 
         Returns:
-            This rank's number, the old mode, the new one, the number of verify steps so far, and what was
-            changed in words.
+            This rank's number, the old mode, the new one, the numbers of verify steps and of switches so far,
+            whether it belongs to the last pipeline stage, and what was changed in words.
 
         Raises:
             ConfigError: for an unknown mode, or one that was not enabled at start-up.
@@ -46,6 +46,7 @@ class NworWorkerMixin:
             "new": state.mode.value,
             "step": state.steps,
             "switches": state.switches,
+            "last_stage": state.last_stage,
             "what": what,
         }
 

@@ -95,12 +95,17 @@ def test_sigterm_drains_then_aborts(start_server: Callable[..., ServerProcess]) 
     assert [reason for reason in ends if reason] == ["abort"] * 48
 
 
-def test_sigterm_before_ready_ends_server_and_engine(start_server: Callable[..., ServerProcess]) -> None:
-    server = start_server("--demo", wait=False)
+def test_sigterm_before_ready_ends_server_and_engine(
+    start_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    admin = tmp_path / "admin"
+    server = start_server("--demo", "--admin-api-key", "key", "--admin-uds", str(admin), wait=False)
     wait_until(lambda: "Loading safetensors" in server.log, 120, "the engine loads the model")
     engine = server.engine_pid()
+    assert admin.is_socket()
     server.process.send_signal(signal.SIGTERM)
     assert server.wait(30) == 128 + signal.SIGTERM
+    assert not admin.exists()
     assert "stopped before it was ready" in server.log
     wait_until(lambda: not is_running(engine), 10, "the engine's process is gone")
 

@@ -281,6 +281,27 @@ def test_every_address_of_a_name_is_a_replica(
     assert {host for one in pods for _, _, host in one.requests} == {f"replicas.test:{pods[0].port}"}
 
 
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        ("localhost", "http://127.0.0.1:8000"),
+        ("localhost:80", "http://127.0.0.1:80"),
+        ("https://localhost:443", "https://127.0.0.1:443"),
+        ("https://localhost", "https://127.0.0.1:8000"),
+        ("127.0.0.1:8081", "http://127.0.0.1:8081"),
+        ("[::1]:80", "http://[::1]:80"),
+    ],
+)
+def test_a_port_that_is_named_is_the_one_that_is_asked(name: str, url: str) -> None:
+    assert url in [replica.url for replica in fleet.find_replicas([], [name])]
+
+
+@pytest.mark.parametrize("name", ["localhost:http", "localhost:99999", ":80", "http://"])
+def test_what_is_no_name_and_port_is_refused(name: str) -> None:
+    with pytest.raises(fleet.FleetError, match=name):
+        fleet.find_replicas([], [name])
+
+
 def test_replicas_that_come_and_go_meanwhile(
     pods: list[Replica], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

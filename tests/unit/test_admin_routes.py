@@ -26,9 +26,9 @@ SETTINGS = {"mode": "stage", "modes": ["off", "stage"]}
 
 
 class Engine:
-    """Two ranks with real state, behind the one call that the routes make."""
+    """Ranks with real state, two of each engine, behind the one call that the routes make."""
 
-    def __init__(self, settings: dict[str, Any] | None) -> None:
+    def __init__(self, settings: dict[str, Any] | None, engines: int = 1) -> None:
         additional = {} if settings is None else {"nwor": settings}
         self.vllm_config = SimpleNamespace(additional_config=additional)
         self.errored = False
@@ -36,9 +36,14 @@ class Engine:
         self.running = 0
         self.most_running = 0
         config = NworConfig.from_mapping(settings or {})
-        self.ranks = [RankState(config, config.mode) for _ in range(2)]
+        #: Of the first engine, then of the next.
+        self.ranks = [RankState(config, config.mode, last_stage=i % 2 == 1) for i in range(2 * engines)]
+        self.engine_core = self
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def call_utility_all_async(
+        self, utility: str, method: str, timeout: float | None, args: tuple[Any, ...], kwargs: None
+    ) -> list[list[Any]]:
+        assert utility == "collective_rpc"
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         await asyncio.sleep(0.01)
@@ -47,6 +52,7 @@ class Engine:
             raise EngineDeadError
         answers: list[Any] = []
         for number, state in enumerate(self.ranks):
+            number %= 2
             if method == "nwor_report":
                 answers.append({"rank": number, **state.report()})
             elif method == "nwor_reset_stats":
@@ -60,9 +66,9 @@ class Engine:
                 state.note(args[1], what)
                 answers.append(
                     {"rank": number, "old": old.value, "new": args[0], "step": 7, "what": what}
-                    | {"switches": state.switches}
+                    | {"switches": state.switches, "last_stage": state.last_stage}
                 )
-        return answers[::-1]
+        return [answers[i : i + 2][::-1] for i in range(0, len(answers), 2)]
 
 
 def call(engine: Engine, method: str, path: str = "/admin/nwor", key: str | None = KEY, **kwargs: Any) -> Any:
@@ -196,6 +202,27 @@ def test_reset_starts_the_counters_anew() -> None:
     assert call(engine, "POST", "/admin/nwor/reset-stats").json() == {"reset": True, "ranks": 2}
     assert call(engine, "GET").json()["counters"]["windows"] == 0
     assert engine.ranks[0].windows == 1
+
+
+def test_every_engine_of_data_parallelism_is_in_the_answers() -> None:
+    engine = Engine(SETTINGS, engines=2)
+    for state, drafts in zip(engine.ranks, (1, 2, 1, 4), strict=True):
+        numbers = (array("i", [number]).tobytes() for number in (drafts, drafts + 1))
+        drafted, sampled = numbers
+        state.count(Treatment("stage", drafted, 1, drafts + 1), sampled, windows=1)
+    report = call(engine, "GET").json()
+    assert [(rank["engine"], rank["rank"]) for rank in report["ranks"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    # The last stages' windows, of two and of four drafts.
+    assert report["counters"]["windows"] == 2
+    assert report["counters"]["accepted_tokens"] == 6
+    assert report["counters"]["outcomes"] == {"committed": 2}
+    assert report["counters"]["accepted_windows"] == [0, 0, 1, 0, 1]
+    engine.ranks[3].fail("commit", RuntimeError("no memory"))
+    assert call(engine, "GET").json()["ranks_agree"] is False
+    assert call(engine, "PUT", json={"mode": "off"}).json()["ranks"] == 4
+    assert {state.mode for state in engine.ranks} == {Mode.OFF}
+    assert call(engine, "POST", "/admin/nwor/reset-stats").json()["ranks"] == 4
+    assert call(engine, "GET").json()["counters"]["windows"] == 0
 
 
 def test_routes_and_their_key_are_in_openapi() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+import threading
 from collections import Counter
 from typing import Any
 
@@ -128,6 +130,30 @@ def test_a_rank_counts_when_asked() -> None:
     state.reset()
     assert state.tally.kinds == {}
     assert state.windows == 602
+
+
+def test_a_rank_reports_while_another_thread_counts() -> None:
+    treatments = [
+        (Treatment("stage", int32([drafts]), 1, drafts + 1), int32([accepted + 1]))
+        for drafts in range(1, 60)
+        for accepted in range(0, drafts + 1, 7)
+    ]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(20):
+            state = RankState(NworConfig(), Mode.STAGE, token_bytes=10)
+            thread = threading.Thread(
+                target=lambda own: [own.count(treatment, sampled, 1) for treatment, sampled in treatments],
+                args=[state],
+            )
+            thread.start()
+            while thread.is_alive():
+                assert state.report()["counts"]["windows"] <= len(treatments)
+            thread.join()
+            assert state.counts.windows == len(treatments)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_facts_are_the_same_until_the_mode_is_switched() -> None:

@@ -185,8 +185,24 @@ def test_a_call_repeated_goes_the_short_way():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"a": torch.zeros(4)}, {"n": 2**31}, {"n": torch.tensor(3)}, {"flag": 1}, {"scale": 2}, {"b": "text"}],
-    ids=["host tensor", "wide number", "tensor for a number", "number for a truth value", "int", "text"],
+    [
+        {"a": torch.zeros(4)},
+        {"n": 2**31},
+        {"n": -(2**40), "free": 2**40 - 1},
+        {"n": torch.tensor(3)},
+        {"flag": 1},
+        {"scale": 2},
+        {"b": "text"},
+    ],
+    ids=[
+        "host tensor",
+        "wide",
+        "wide, -1 together",
+        "tensor for a number",
+        "number for a truth value",
+        "int",
+        "text",
+    ],
 )
 def test_what_is_not_of_the_same_kind_goes_to_triton(changes):
     lean, stock, _ = _lean()

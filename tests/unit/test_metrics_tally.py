@@ -132,7 +132,7 @@ def test_an_answer_sums_its_sequences_by_the_formulas():
     assert describe([RequestSpecDecodeMetrics.new(DRAFTS), None]) is None
 
 
-def make_logger() -> NworStatLogger:
+def make_logger(engines: int = 1) -> NworStatLogger:
     from types import SimpleNamespace
 
     config = SimpleNamespace(
@@ -140,11 +140,11 @@ def make_logger() -> NworStatLogger:
         model_config=SimpleNamespace(served_model_name="tiny"),
         speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
     )
-    return NworStatLogger(config, [0])
+    return NworStatLogger(config, list(range(engines)))
 
 
 def sample(name: str, **labels: str) -> float | None:
-    return REGISTRY.get_sample_value(name, {"model_name": "tiny", "engine": "0", **labels})
+    return REGISTRY.get_sample_value(name, {"model_name": "tiny", "engine": "0"} | labels)
 
 
 def test_metrics_are_the_figures():
@@ -183,7 +183,7 @@ def test_metrics_are_the_figures():
 
 def test_a_step_from_before_a_switch_does_not_turn_the_mode_back():
     logger = make_logger()
-    logger.switched("stage", "off", 1)
+    logger.switched([{"old": "stage", "new": "off", "switches": 1}])
     assert sample("nwor_mode", mode="off") == 1
     logger.record(figures.EngineStats(nwor=figures.EngineFigures(mode="stage", switches=0)), None)
     assert sample("nwor_mode", mode="off") == 1
@@ -191,3 +191,24 @@ def test_a_step_from_before_a_switch_does_not_turn_the_mode_back():
     assert sample("nwor_mode", mode="cow") == 1
     assert sample("nwor_mode", mode="off") == 0
     assert sample("nwor_mode_switches_total", mode="off") == 1
+
+
+def test_engines_have_switches_of_their_own():
+    def step(mode: str, switches: int, engine: int) -> None:
+        stats = figures.EngineStats(nwor=figures.EngineFigures(mode=mode, switches=switches))
+        logger.record(stats, None, engine_idx=engine)
+
+    logger = make_logger(2)
+    step("stage", 0, 0)
+    step("stage", 0, 1)
+    step("off", 1, 0)  # a fault of the first engine, which a switch takes back
+    logger.switched(
+        [{"old": "off", "new": "stage", "switches": 2}, {"old": "stage", "new": "stage", "switches": 0}]
+    )
+    step("stage", 2, 0)
+    step("off", 1, 1)  # now a fault of the second
+    assert sample("nwor_mode", mode="stage") == 1
+    assert sample("nwor_mode", mode="off", engine="1") == 1
+    assert sample("nwor_mode", mode="stage", engine="1") == 0
+    assert sample("nwor_mode_switches_total", mode="stage") == 1
+    assert sample("nwor_mode_switches_total", mode="stage", engine="1") == 0

@@ -105,3 +105,23 @@ def test_config_patch_is_applied_once_and_calls_the_original():
         assert once.__func__.__wrapped__ is not None
     finally:
         platform.check_and_update_config = before
+
+
+@pytest.mark.parametrize(
+    ("ahead", "name"), [(False, "DiffusionScheduler"), (True, "DiffusionAsyncScheduler")]
+)
+def test_a_model_that_needs_a_scheduler_of_its_own_gets_it(ahead, name, monkeypatch):
+    from vllm.v1.core.sched import diffusion_scheduler
+
+    import nwor.engine.scheduler
+    import server.scheduler
+
+    monkeypatch.setattr(diffusion_scheduler, name, lambda *args, **kwargs: name)
+    config = SimpleNamespace(
+        diffusion_config=object(),
+        additional_config={},
+        scheduler_config=SimpleNamespace(async_scheduling=ahead),
+    )
+    for module in (nwor.engine.scheduler, server.scheduler):
+        assert module.create_scheduler(config) == name
+        assert module.create_scheduler(vllm_config=config) == name

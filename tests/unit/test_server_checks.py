@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -63,10 +64,29 @@ def test_a_host_of_another_machine_is_refused(free_port: int) -> None:
         check_port("192.0.2.1", free_port, None)
 
 
-def test_an_existing_unix_socket_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "socket").touch()
-    with pytest.raises(StartupError, match="exists"):
-        check_port(None, 8000, str(tmp_path / "socket"))
+@pytest.mark.parametrize("kind", ["file", "link to nothing", "socket in use"])
+def test_an_existing_unix_socket_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as other:
+        if kind == "file":
+            path.touch()
+        elif kind == "socket in use":
+            other.bind(str(path))
+            other.listen()
+        else:
+            path.symlink_to(tmp_path / "nothing")
+        with pytest.raises(StartupError, match=r"exists.*--admin-uds"):
+            check_port(None, 8000, str(path), "--admin-")
+        assert os.path.lexists(path)
+
+
+def test_a_unix_socket_that_nobody_listens_on_makes_room(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+        killed.listen()
+    check_port(None, 8000, str(path))
+    assert not path.exists()
 
 
 def test_free_addresses_pass(free_port: int, tmp_path: Path) -> None:
