@@ -29,6 +29,7 @@ inline cudaStream_t current_stream(const Tensor& tensor) {
 }
 
 inline void check_launch(cudaError_t status, const char* op) {
+  if (status != cudaSuccess) cudaGetLastError();  // or the next launch of anybody would report it once more
   STD_TORCH_CHECK(status == cudaSuccess, op, ": CUDA reports '", cudaGetErrorString(status), "'");
 }
 

@@ -12,14 +12,26 @@ size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) /
 
 __global__ void hopper_probe() {}
 
-// Whether this library holds Hopper's own machine code; a build for other architectures runs there by its PTX.
-bool compiled_for_hopper() {
-  static const bool compiled = [] {
+// What of this library runs on a device: machine code made for it, or for an older one, or what its driver makes of PTX.
+struct Compiled {
+  cudaError_t status = cudaErrorUnknown;
+  bool clusters = false;  // instructions that only compute capability 9.0 and later have
+  bool hopper = false;    // Hopper's own
+};
+
+// For the current device, whose number this is.
+const Compiled& compiled_for(int device) {
+  static std::once_flag once[kDevices];
+  static Compiled known[kDevices];
+  std::call_once(once[device], [&] {
     cudaFuncAttributes attributes{};
-    return cudaFuncGetAttributes(&attributes, hopper_probe) == cudaSuccess && attributes.binaryVersion == 90 &&
-           attributes.ptxVersion == 90;
-  }();
-  return compiled;
+    Compiled& found = known[device];
+    found.status = cudaFuncGetAttributes(&attributes, hopper_probe);
+    found.clusters = attributes.ptxVersion >= 90;
+    // Code for sm_90 without the a, which lacks them, looks the same; the build refuses to make it.
+    found.hopper = attributes.binaryVersion == 90 && attributes.ptxVersion == 90;
+  });
+  return known[device];
 }
 
 size_t ticket_bytes(int num_sms) {
@@ -48,10 +60,13 @@ cudaError_t launch(LaunchRequest request, int head_size, int max_query_len) {
   if (const cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, request.device);
       status != cudaSuccess)
     return status;
+  if (request.device >= kDevices) return cudaErrorInvalidDevice;
+  const Compiled& compiled = compiled_for(request.device);
+  if (compiled.status != cudaSuccess) return compiled.status;
   params.group = Divisor(params.num_heads / params.num_kv_heads);
   request.rows = params.num_heads / params.num_kv_heads * max_query_len;
-  request.has_clusters = major >= 9;
-  request.has_wgmma = major == 9 && compiled_for_hopper();
+  request.has_clusters = major >= 9 && compiled.clusters;
+  request.has_wgmma = major == 9 && compiled.hopper;
   switch (head_size) {
     case 64:
       return launch_head64(request);

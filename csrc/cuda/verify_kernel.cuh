@@ -2,8 +2,8 @@
 //
 // Scores are computed transposed, S^T = K Q^T and O^T = V^T P^T, so that the few query rows lie along the side of
 // the tensor core's tile that comes in eights: a window of 5 tokens with 4 query heads per KV head fills 20 of 24.
-// Every group of warps streams its own tiles through its own ring of asynchronous copies; nothing synchronizes
-// the whole thread block until its share of a unit is done.
+// Every group of warps streams its own tiles through its own ring of asynchronous copies. Where groups are single warps,
+// nothing synchronizes the whole thread block until its share of a unit is done.
 #pragma once
 
 #include "verify_join.cuh"

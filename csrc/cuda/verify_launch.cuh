@@ -9,9 +9,11 @@
 
 namespace nwor {
 
+constexpr int kDevices = 64;  // most that are told apart
+
 struct LaunchRequest {
   VerifyParams params;
-  int rows;  // query rows of the longest window for one KV head
+  int rows;  // query rows of the longest window for one KV head, as many of them as a thread block takes at a time
   int device, num_sms, max_shared_bytes;
   bool has_clusters;
   bool has_wgmma;
@@ -104,7 +106,6 @@ inline int choose_cluster(const Residency& residency, int64_t units) {
 
 template <class S, int kBlocksPerSm>
 cudaError_t launch(const LaunchRequest& request) {
-  constexpr int kDevices = 64;
   static std::once_flag once[kDevices];
   static Residency known[kDevices];
   if (request.device < 0 || request.device >= kDevices) return cudaErrorInvalidDevice;
@@ -125,7 +126,8 @@ cudaError_t launch(const LaunchRequest& request) {
   p.plan_key = plan_key({p.clusters, p.cluster, p.cluster_join, p.worker_join, p.part_join, S::kRows, S::kTile, p.batch,
                          p.num_kv_heads, static_cast<int>(p.group.value), p.sliding_window});
   if (request.plan != nullptr) {
-    plan_kernel<S::kRows, S::kTile><<<(blocks + 3) / 4, 128, 0, request.stream>>>(p, request.plan);
+    static_assert(kMaxBlocksPerSm == 4, "the grid covers num_sms * kMaxBlocksPerSm entries, four a thread block");
+    plan_kernel<S::kRows, S::kTile><<<request.num_sms, 128, 0, request.stream>>>(p, request.plan);
     return cudaGetLastError();
   }
   if (int64_t{blocks} * S::kRows > int64_t{request.num_sms} * kMaxBlocksPerSm * workspace_rows(request.rows))

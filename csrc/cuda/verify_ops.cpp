@@ -42,6 +42,7 @@ int scale_count(const char* name, const MaybeTensor& scale, const Tensor& query,
   const int64_t count = scale->numel();
   STD_TORCH_CHECK(scale->scalar_type() == ScalarType::Float && (count == 1 || count == heads), kOp, ": ", name,
                   " must be float32 with 1 or ", heads, " elements");
+  STD_TORCH_CHECK(scale->is_contiguous(), kOp, ": ", name, " must be contiguous");
   return static_cast<int>(count);
 }
 
@@ -54,6 +55,9 @@ void* check_plan(const char* op, const Tensor& plan, const Tensor& beside, int n
                   " bytes, aligned to 16");
   return plan.mutable_data_ptr();
 }
+
+// A sliding window as kernels take it: one that is longer than any context leaves nothing out either way.
+int narrow_window(int64_t tokens) { return static_cast<int>(std::min<int64_t>(tokens, INT32_MAX)); }
 
 void check_limits(const char* op, int64_t num_heads, int64_t num_kv_heads, int64_t head_size, int64_t max_query_len,
                   int64_t sliding_window) {
@@ -88,7 +92,7 @@ void plan_verify_attention(Tensor query_start_loc, Tensor seq_lens, Tensor plan,
   p.batch = static_cast<int>(batch);
   p.num_heads = static_cast<int>(num_heads);
   p.num_kv_heads = static_cast<int>(num_kv_heads);
-  p.sliding_window = static_cast<int>(sliding_window);
+  p.sliding_window = narrow_window(sliding_window);
   p.is_bf16 = source_dtype == ScalarType::BFloat16;
   p.is_fp8 = format.is_fp8;
   p.fp8_query = quantized_query;
@@ -161,6 +165,7 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
     STD_TORCH_CHECK(sinks->numel() == num_heads && (sinks->scalar_type() == ScalarType::Float ||
                                                     sinks->scalar_type() == dtype),
                     kOp, ": sinks must be [heads] in float32 or key's dtype");
+    STD_TORCH_CHECK(sinks->is_contiguous(), kOp, ": sinks must be contiguous");
     p.sinks = sinks->const_data_ptr();
     p.sinks_float = sinks->scalar_type() == ScalarType::Float;
   }
@@ -189,7 +194,7 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
   p.block_size = static_cast<int>(key_cache.size(1));
   p.scale = static_cast<float>(scale);
   p.softcap = static_cast<float>(softcap);
-  p.sliding_window = static_cast<int>(sliding_window);
+  p.sliding_window = narrow_window(sliding_window);
   p.is_bf16 = dtype == ScalarType::BFloat16;
   p.is_fp8 = format.is_fp8;
   p.is_e5m2 = format.is_e5m2;

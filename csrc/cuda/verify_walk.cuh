@@ -252,7 +252,8 @@ struct WalkAhead {
   static __device__ __forceinline__ int own() { return static_cast<int>(threadIdx.x); }
 };
 
-// Writes the plan: each warp a thread block's entry.
+// Writes the plan: each warp a thread block's entry. Entries beyond the launch's thread blocks become nobody's: a larger
+// launch, whose plan stood here, must not take what is left of it. The grid covers all entries, four a thread block.
 template <int kRows, int kTile>
 __global__ void __launch_bounds__(128) plan_kernel(const __grid_constant__ VerifyParams p, PlanEntry* plan) {
   __shared__ int2 table[kTabledRequests];
@@ -263,7 +264,10 @@ __global__ void __launch_bounds__(128) plan_kernel(const __grid_constant__ Verif
   rank_requests(p, requests, ranking);
   __syncthreads();
   const int block = blockIdx.x * 4 + threadIdx.x / 32;
-  if (block >= p.clusters * p.cluster) return;
+  if (block >= p.clusters * p.cluster) {
+    if (threadIdx.x % 32 == 0) plan[block].key = 0;
+    return;
+  }
   PlanEntry entry{};
   entry.more = first_segment(p, requests, ranking, block, entry.walk, entry.segment);
   entry.key = p.plan_key;

@@ -119,8 +119,9 @@ def verify_attention(
         softcap: softcap * tanh(logit / softcap) on the scaled logits; 0 for none.
         sinks: [Hq], float32 or the source dtype: one more logit per head in the softmax's denominator, as in
             FlashAttention's learnable sink.
-        ancestor_mask: int64 [T]; bit j of a row says whether it sees row j of its window. None is a causal
-            chain.
+        ancestor_mask: int64 [T]; bit j of a row says whether it sees row j of its window. Bits from the
+            window's length on must be 0: what a row sees that has others differs between CPU and CUDA. None
+            is a causal chain.
         lse: float32 [Hq, T], written: natural log of the softmax's denominator, the sink included.
         plan: what :func:`~nwor.ops.plan.plan_verify_attention` wrote for these lengths; None to find it out
             in this call. Of no use on a CPU.

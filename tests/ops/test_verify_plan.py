@@ -2,7 +2,7 @@
 
 Coverage: the plan's own device code, compiled for the CPU with threads emulated (`plan_emulation`): equal and
 unequal lengths, empty windows, windows in chunks, sliding windows, more requests than a thread block keeps,
-clusters; planned by a kernel of its own and by each thread block.
+clusters; planned by a kernel of its own and by each thread block; memory that held another plan before.
 Reference: units and tiles counted from the lengths in Python. Tolerance: none.
 """
 
@@ -71,7 +71,7 @@ class Batch:
         return -(-context // self.tile) - first + -(-window // self.tile)
 
 
-Plan = Callable[[Batch, bool, int], list[Segment]]
+Plan = Callable[..., list[Segment]]
 
 
 def integers(of: list[int]) -> ctypes.Array[ctypes.c_int]:
@@ -89,13 +89,13 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     subprocess.run([*command, str(HERE / "plan_emulation.cpp"), "-o", str(library)], check=True)
     emulate = ctypes.CDLL(str(library)).emulate_plan
 
-    def segments(batch: Batch, planned: bool, threads: int = 128) -> list[Segment]:
+    def segments(batch: Batch, planned: bool, threads: int = 128, left_over: bool = False) -> list[Segment]:
         starts = integers([0, *itertools.accumulate(batch.windows)])
         lengths = integers([c + w for c, w in zip(batch.contexts, batch.windows, strict=True)])
         numbers = integers([0] * (NUMBERS * ROOM))
         count = emulate(
             batch.rows, batch.tile, starts, lengths, len(lengths), batch.kv_heads, GROUP, batch.clusters,
-            batch.cluster, batch.sliding_window, int(planned), threads, numbers, ROOM,
+            batch.cluster, batch.sliding_window, 2 if left_over else int(planned), threads, numbers, ROOM,
         )  # fmt: skip
         assert 0 <= count <= ROOM
         return [Segment(*numbers[NUMBERS * i : NUMBERS * (i + 1)]) for i in range(count)]
@@ -208,3 +208,13 @@ def test_every_tile_has_one_worker(plan: Plan, name: str) -> None:
         check_balance(BATCHES[name], segments)
     # What a thread block finds for itself is what a plan says.
     assert plan(BATCHES[name], False, 64) == segments
+
+
+@pytest.mark.parametrize("between", ["chunks", "one-head", "clusters"])
+def test_what_a_larger_launch_left_in_the_memory_is_nobodys_plan(plan: Plan, between: str) -> None:
+    before = BATCHES["pieces"]
+    now = Batch(40, 64, before.windows, uneven(15, 16, 0, 900), 8, TWO)
+    plan(before, True)
+    plan(BATCHES[between], True)
+    # The plan in the memory is another launch's: each thread block finds its way by itself.
+    assert plan(now, True, 128, left_over=True) == plan(now, False)

@@ -5,6 +5,8 @@ namespace nwor {
 namespace {
 
 constexpr int kNumbers = 11;
+// Entries of plan memory: four thread blocks on each of an H200's multiprocessors.
+constexpr int kEntries = 132 * 4;
 
 struct Output {
   int* numbers;  // kNumbers for each segment
@@ -19,15 +21,21 @@ struct Output {
   }
 };
 
+// One for all launches, whatever their shape.
+std::vector<PlanEntry>& plan_memory() {
+  static std::vector<PlanEntry> memory(kEntries);
+  return memory;
+}
+
 template <int kRows, int kTile>
 void emulate(VerifyParams p, int planned, int threads, Output& output) {
   const int blocks = p.clusters * p.cluster;
-  std::vector<PlanEntry> plan(static_cast<size_t>(blocks));
-  if (planned) {
-    for (int i = 0; i < (blocks + 3) / 4; ++i)
+  std::vector<PlanEntry>& plan = plan_memory();
+  if (planned == 1) {
+    for (int i = 0; i < kEntries / 4; ++i)
       emulation::run(static_cast<unsigned>(i), 128, [&] { plan_kernel<kRows, kTile>(p, plan.data()); });
-    p.plan = plan.data();
   }
+  if (planned) p.plan = plan.data();
   for (int i = 0; i < blocks; ++i) {
     static int2 table[kTabledRequests];
     static Control control;
@@ -56,6 +64,7 @@ void emulate(VerifyParams p, int planned, int threads, Output& output) {
 }  // namespace nwor
 
 // Writes up to `room` segments of 11 numbers each (see Output); returns how many there are, -1 for a shape that is not here.
+// `planned`: 0 for no plan, 1 for one that is written first, 2 for what the last call wrote.
 extern "C" int emulate_plan(int rows, int tile, const int* query_start_loc, const int* seq_lens, int batch, int kv_heads,
                             int group, int clusters, int cluster, int sliding_window, int planned, int threads,
                             int* numbers, int room) {
@@ -72,6 +81,7 @@ extern "C" int emulate_plan(int rows, int tile, const int* query_start_loc, cons
   p.cluster_join = 3;
   p.worker_join = 8;
   p.part_join = 6;
+  p.plan_key = static_cast<uint32_t>((((rows * 128 + tile) * 1024 + batch) * 64 + kv_heads) * 1024 + clusters) | 1u;
   nwor::Output output{numbers, 0, room};
   if (rows == 24 && tile == 16) {
     nwor::emulate<24, 16>(p, planned, threads, output);
