@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "capacity.h"
 #include "checks.h"
 #include "layer_table.h"
 
@@ -35,6 +36,10 @@ inline SlotArguments check_slot_arguments(const Tensor& layer_table, const std::
   STD_TORCH_CHECK(head_size > 0, "head_size: is ", head_size, ", wanted at least 1");
   STD_TORCH_CHECK(block_size > 0, "block_size: is ", block_size, ", wanted at least 1");
   STD_TORCH_CHECK(num_blocks >= 0, "num_blocks: is ", num_blocks, ", wanted 0 or more");
+  for (const Tensor& cache : caches)
+    STD_TORCH_CHECK(cache_holds(cache.numel(), count == layers ? 2 : 1, num_kv_heads, head_size, block_size, num_blocks),
+                    "caches: have ", cache.numel(), " elements, too few for num_kv_heads ", num_kv_heads,
+                    " x head_size ", head_size, " x block_size ", block_size, " x num_blocks ", num_blocks);
   return {layers, slots.size(0), query_start_loc.size(0) - 1, bytes};
 }
 

@@ -156,18 +156,19 @@ def check_log(device: torch.device, dtype: torch.dtype) -> str:
     """Log a slot, overwrite it, restore it."""
     from nwor import ops
 
-    cache = _tensor_fill((2, 16, 2, 64), device, dtype)
-    before = cache.clone()
-    table = ops.make_cache_table([cache], [cache])
-    log = ops.make_slot_log(1, 2, 2, 64, cache.element_size(), device)
+    caches = [_tensor_fill((2, 16, 2, 64), device, dtype) * factor for factor in (1, 2)]
+    before = [cache.clone() for cache in caches]
+    table = ops.make_cache_table(caches[:1], caches[1:])
+    log = ops.make_slot_log(1, 2, 2, 64, caches[0].element_size(), device)
     slots = torch.tensor([3, 4], device=device)
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
-    ops.log_slots(table, [cache], log, slots, starts, num_kv_heads=2, head_size=64, block_size=16)
-    cache[0, 4] = 5
+    ops.log_slots(table, caches, log, slots, starts, num_kv_heads=2, head_size=64, block_size=16)
+    for cache in caches:
+        cache[0, 4] = 5
     counts = torch.ones(1, dtype=torch.int32, device=device)
-    ops.restore_slots(table, [cache], log, slots, starts, counts, num_kv_heads=2, head_size=64, block_size=16)
-    if not torch.equal(cache, before):
-        raise AssertionError("the restored cache differs from the one before")
+    ops.restore_slots(table, caches, log, slots, starts, counts, num_kv_heads=2, head_size=64, block_size=16)
+    if not all(torch.equal(cache, old) for cache, old in zip(caches, before, strict=True)):
+        raise AssertionError("the restored caches differ from those before")
     return "ok"
 
 

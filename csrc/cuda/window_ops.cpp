@@ -1,4 +1,5 @@
 // Binds commit_window, stage_window, log_slots and restore_slots to their CUDA kernels.
+#include "capacity.h"
 #include "commit_call.h"
 #include "ops_common.h"
 #include "window_params.h"
@@ -19,6 +20,10 @@ SlotShape check_slots(const char* op, const Tensor& layer_table, const std::vect
   for (const Tensor& cache : caches) {
     check_device(op, "caches", cache, layer_table);
     STD_TORCH_CHECK(cache.scalar_type() == caches[0].scalar_type(), op, ": caches must have one dtype");
+    const int64_t sides = static_cast<int64_t>(caches.size()) == layer_table.size(0) ? 2 : 1;
+    STD_TORCH_CHECK(cache_holds(cache.numel(), sides, num_kv_heads, head_size, block_size, num_blocks), op,
+                    ": caches have ", cache.numel(), " elements, too few for num_kv_heads ", num_kv_heads,
+                    " x head_size ", head_size, " x block_size ", block_size, " x num_blocks ", num_blocks);
   }
   check_vector(op, "slots", slots, ScalarType::Long, 0, layer_table);
   check_vector(op, "query_start_loc", query_start_loc, ScalarType::Int, 1, layer_table);

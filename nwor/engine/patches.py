@@ -1,4 +1,8 @@
-"""Every change to vLLM's own objects, with its ledger. Anything that a seam can do is not done here."""
+"""The ledger of every change to vLLM's own classes, modules and objects, and the changes made at the start.
+
+Anything that a seam can do is not done so. Changes whose reasons lie elsewhere are made by the modules that
+the ledger names; a test holds the ledger against the sources.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,11 @@ class Patch:
     """One entry of the ledger.
 
     Attributes:
-        target: dotted path of what is replaced.
+        target: dotted path of what is replaced; of single objects, their class or what of it is replaced.
         why: what cannot be had otherwise.
         how: what the replacement does.
         removal: when the patch can go.
+        where: the module that makes the change.
 
     """
 
@@ -25,6 +30,7 @@ class Patch:
     why: str
     how: str
     removal: str
+    where: str = "nwor.engine.patches"
 
 
 LEDGER = (
@@ -52,12 +58,47 @@ LEDGER = (
         why="a request's windows have to reach the front end beside its acceptance figures",
         how="annotates spec_decode_metrics with a subclass of two more fields, which the decoder then fills",
         removal="when vLLM carries a plugin's own figures of a request",
+        where="nwor.engine.figures",
     ),
     Patch(
         target="vllm.v1.engine.EngineCoreOutputs",
         why="the engine's counters have to reach the front end that serves /metrics",
         how="annotates scheduler_stats with a subclass of one more field, which the decoder then fills",
         removal="when vLLM carries a plugin's own scheduler statistics",
+        where="nwor.engine.figures",
+    ),
+)
+
+#: Single objects that vLLM has made, in an engine that asked for NWOR.
+OBJECT_LEDGER = (
+    Patch(
+        target="vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager",
+        why="runner V2 makes its graph manager itself, and a second set of graphs has to be kept beside it",
+        how="the manager, freshly made, becomes a subclass that picks the set of the mode at each replay",
+        removal="when the runner takes a graph manager's class from a setting",
+        where="nwor.engine.graphs",
+    ),
+    Patch(
+        target="vllm.compilation.cuda_graph.CUDAGraphWrapper",
+        why="runner V1 wraps the model in a class that it names itself",
+        how="the wrapper becomes a subclass that keeps a second set of graphs",
+        removal="when the runner takes the wrapper's class from a setting",
+        where="nwor.engine.graphs_v1",
+    ),
+    Patch(
+        target="vllm.v1.core.kv_cache_manager.KVCacheManager",
+        why="the scheduler makes its cache manager itself, and `lean_host` shortens two of its methods",
+        how="the manager becomes a subclass, where it and all that it holds are the known classes",
+        removal="when allocating a block that is there costs no more than that",
+        where="nwor.engine.lean_blocks",
+    ),
+    Patch(
+        target="vllm.v1.core.sched.output.SchedulerOutput",
+        why="pipeline stages have to know how many steps are under way, and the scheduler what windows did",
+        how="it carries that number as one more attribute, and ModelRunnerOutput the step's record; stock "
+        "code looks at neither",
+        removal="when vLLM lets a scheduler send a plugin's own data to workers",
+        where="nwor.engine.record",
     ),
 )
 
@@ -69,6 +110,7 @@ LEAN_LEDGER = (
         why="two inputs that seldom change are sent to the GPU in each step",
         how="nwor.engine.lean_inputs: sends again what has changed",
         removal="when model runner V2 keeps them on the device",
+        where="nwor.engine.lean_inputs",
     ),
     Patch(
         target="vllm.v1.worker.gpu.input_batch._post_update_kernel",
@@ -76,6 +118,7 @@ LEAN_LEDGER = (
         how="nwor.engine.lean_launches: gives this and each other Triton kernel of vllm.v1.worker.gpu a "
         "`run` of its own, on the kernel object alone, that remembers the way",
         removal="when Triton's launches cost no more",
+        where="nwor.engine.lean_launches",
     ),
     Patch(
         target="vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.sample_draft",
@@ -83,6 +126,7 @@ LEAN_LEDGER = (
         how="nwor.engine.lean_sampling: on the speculator alone, takes nwor.argmax_rows for it and leaves "
         "other ways to draft to the original; only where the original's source is the known one",
         removal="when vLLM's argmax of a few rows of logits fills the GPU",
+        where="nwor.engine.lean_sampling",
     ),
     Patch(
         target="vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler._verify",
@@ -90,6 +134,7 @@ LEAN_LEDGER = (
         how="nwor.engine.lean_sampling: on the sampler alone, and for greedy batches alone, takes "
         "nwor.argmax_rows and one small kernel; only where what it stands for has the known sources",
         removal="when vLLM has a way of its own for greedy batches",
+        where="nwor.engine.lean_sampling",
     ),
 )
 

@@ -23,7 +23,7 @@ from nwor.engine.deferral import Deferral, RejectedCounts
 from nwor.engine.plan import StepPlan, early_batch, int32_bytes
 from nwor.engine.planner import Planner
 from nwor.engine.stages import Stages
-from nwor.engine.support import REASONS, Unsupported, check_engine, check_impl, memory_is_reused
+from nwor.engine.support import REASONS, Unsupported, check_engine, check_layer, memory_is_reused
 from nwor.modes import Mode
 from nwor.self_check import SelfCheck
 from nwor.state import RankState
@@ -63,7 +63,7 @@ class Rank:
         target_layers: Mapping[str, Any],
         slot_keys: Mapping[str, int],
         cache_views: CacheViews,
-        backend: type,
+        backend: Any,
         stages: Stages | None = None,
     ) -> None:
         """Attach the target's attention layers to this rank's window, once the cache is allocated.
@@ -72,7 +72,7 @@ class Rank:
             target_layers: every attention layer of the target model by name; no draft layer.
             slot_keys: which slot mapping (KV-cache group) each layer uses.
             cache_views: how to see a layer's cache as strided K and V.
-            backend: the implementation class that takes part.
+            backend: the attention backend that takes part.
             stages: the pipeline stages, all of which call this; None where there are none.
 
         """
@@ -124,15 +124,13 @@ class Rank:
         target_layers: Mapping[str, Any],
         slot_keys: Mapping[str, int],
         cache_views: CacheViews,
-        backend: type,
+        backend: Any,
     ) -> list[tuple[Any, LayerBinding]]:
         staged: list[tuple[int, StagedLayer]] = []
         for name, layer in target_layers.items():
             if name not in slot_keys:
                 raise Unsupported("state_space", f"layer {name} has no slot mapping")
-            if not isinstance(layer.impl, backend):
-                raise Unsupported("attention_backend", f"layer {name} uses {type(layer.impl).__name__}")
-            check_impl(name, layer.impl)
+            check_layer(name, layer, backend)
             staged.append((slot_keys[name], self._staged_layer(name, layer, cache_views)))
         if not staged:
             raise Unsupported("state_space", "the target model has no attention layer with a cache")

@@ -28,7 +28,7 @@ class NworRunner(Base):
     _nwor_finished: StepPlan | None = None
 
     #: Set by subclasses: the attention implementation that takes part, and how its cache looks.
-    nwor_impl: type
+    nwor_backend: Any
     nwor_cache_views: CacheViews
 
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
@@ -40,7 +40,7 @@ class NworRunner(Base):
         if is_profiling:
             return
         keys = slot_keys(self.kv_cache_config)
-        self.nwor.bind(target_layers(self), keys, self.nwor_cache_views, self.nwor_impl, Stages.current())
+        self.nwor.bind(target_layers(self), keys, self.nwor_cache_views, self.nwor_backend, Stages.current())
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; a window batch left open by an exception is dropped without a write."""

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from nwor.engine.attention_cpu import NworCPUAttentionImpl, layer_cache_views
+from nwor.engine.attention_cpu import NworCPUAttentionBackend, layer_cache_views
 from nwor.engine.runner_v1 import NworRunnerV1
 
 
 class NworCPUModelRunnerV1(NworRunnerV1, CPUModelRunner):  # type: ignore[misc]
     """The CPU runner with windows; no device to wait for, so counts are read at once."""
 
-    nwor_impl = NworCPUAttentionImpl
+    nwor_backend = NworCPUAttentionBackend
     nwor_cache_views = staticmethod(layer_cache_views)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from nwor.engine.attention_flash import NworFlashAttentionImpl, layer_cache_views
+from nwor.engine.attention_flash import NworFlashAttentionBackend, layer_cache_views
 from nwor.engine.graphs_v1 import NworCUDAGraphWrapper
 from nwor.engine.rank import Rank
 from nwor.engine.runner_v1 import NworRunnerV1
@@ -20,7 +20,7 @@ from nwor.engine.runner_v1 import NworRunnerV1
 class NworGPUModelRunnerV1(NworRunnerV1, GPUModelRunner):
     """The CUDA runner with windows and with a second set of full graphs."""
 
-    nwor_impl = NworFlashAttentionImpl
+    nwor_backend = NworFlashAttentionBackend
     nwor_cache_views = staticmethod(layer_cache_views)
 
     #: None where the engine has no full graphs.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 
-from nwor.engine.attention_cpu import NworCPUAttentionImpl, layer_cache_views
+from nwor.engine.attention_cpu import NworCPUAttentionBackend, layer_cache_views
 from nwor.engine.runner_v2 import NworRunnerV2
 
 
 class NworCPUModelRunnerV2(NworRunnerV2, CPUModelRunner):  # type: ignore[misc]
     """The CPU runner with windows."""
 
-    nwor_impl = NworCPUAttentionImpl
+    nwor_backend = NworCPUAttentionBackend
     nwor_cache_views = staticmethod(layer_cache_views)

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from nwor.engine import lean_inputs, lean_launches, lean_sampling
-from nwor.engine.attention_flash import NworFlashAttentionImpl, layer_cache_views
+from nwor.engine.attention_flash import NworFlashAttentionBackend, layer_cache_views
 from nwor.engine.graphs import NworCudaGraphManager
 from nwor.engine.runner_v2 import NworRunnerV2
 
@@ -17,7 +17,7 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
 
     cudagraph_manager: Any
 
-    nwor_impl = NworFlashAttentionImpl
+    nwor_backend = NworFlashAttentionBackend
     nwor_cache_views = staticmethod(layer_cache_views)
 
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:

@@ -33,7 +33,7 @@ REASONS: dict[str, Reason] = {
     "kv_sharing": Reason("start", "layers read another layer's cache"),
     "attention_backend": Reason("start", "the layer's attention backend is not one that NWOR extends"),
     "attention_feature": Reason(
-        "start", "attention that the verify kernel does not compute (ALiBi, non-causal)"
+        "start", "attention that the verify kernel does not compute (ALiBi, non-causal, chunked local, ...)"
     ),
     "cache_format": Reason("start", "a cache format or layout that the kernels do not read"),
     "batch_order": Reason("step", "a window does not stand in the leading part of the batch"),
@@ -83,6 +83,39 @@ def check_engine(vllm_config: Any, max_window: int) -> None:
         raise Unsupported("context_parallel")
     if getattr(parallel, "use_ubatching", False):
         raise Unsupported("micro_batching")
+
+
+def check_layer(name: str, layer: Any, backend: Any) -> None:
+    """Check that a layer is plain attention, served by the classes that NWOR extends.
+
+    vLLM makes other kinds by deriving from the layer, and by wrapping its backend so that another builder
+    makes the metadata: chunked local attention, say, turns a request into several, of which a window knows
+    nothing. Whatever is derived or wrapped is refused, known or not.
+
+    Args:
+        name: of the layer.
+        layer: the layer's module.
+        backend: the attention backend that takes part.
+
+    Raises:
+        Unsupported: with the first reason found.
+
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    if type(layer.impl) is not backend.get_impl_cls():
+        raise Unsupported("attention_backend", f"layer {name} uses {type(layer.impl).__name__}")
+    if type(layer) is not Attention:
+        raise Unsupported(
+            "attention_feature", f"layer {name} is a {type(layer).__name__}, not vLLM's plain Attention"
+        )
+    builder = layer.get_attn_backend().get_builder_cls()
+    if builder is not backend.get_builder_cls():
+        raise Unsupported(
+            "attention_feature",
+            f"layer {name} has metadata from {builder.__name__}, not from its backend's own",
+        )
+    check_impl(name, layer.impl)
 
 
 def check_impl(name: str, impl: Any) -> None:

@@ -116,6 +116,8 @@ def sliding_window(value: Any) -> None:
 
 def cache_dtype(name: str, value: Any, source: torch.dtype) -> tuple[torch.dtype, ...]:
     """Check vLLM's name of a cache format and return the dtypes that its tensors may have."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: is {value!r} of type {type(value).__name__}, wanted a string")
     if value not in CACHE_DTYPES:
         raise ValueError(f"{name}: is {value!r}, wanted one of {', '.join(CACHE_DTYPES)}")
     return CACHE_DTYPES[value] or (source,)

@@ -94,7 +94,7 @@ class PreparedCommit:
         k_scales: torch.Tensor | None,
         v_scales: torch.Tensor | None,
     ) -> None:
-        device = layer_table.device
+        device = checks.tensor("layer_table", layer_table, dim=2).device
         LIBRARIES.require(device)
         layers = layer_table.shape[0]
         checks.dtype("layer_table", layer_table, torch.int64)
@@ -105,8 +105,11 @@ class PreparedCommit:
         checks.vector("query_start_loc", query_start_loc, torch.int32, device, at_least=1)
         if source_dtype not in _SOURCES:
             raise TypeError(f"source_dtype: is {source_dtype}, wanted float32, float16 or bfloat16")
-        if kv_cache_dtype not in _CACHES:
-            raise ValueError(f"kv_cache_dtype: is {kv_cache_dtype!r}, wanted one of {', '.join(_CACHES)}")
+        checks.cache_dtype("kv_cache_dtype", kv_cache_dtype, source_dtype)
+        checks.integer("num_kv_heads", num_kv_heads, 1)
+        checks.integer("head_size", head_size, 1)
+        checks.integer("block_size", block_size, 1)
+        checks.integer("num_blocks", num_blocks, 0)
         shapes = ((layers,), (layers, 1), (layers, num_kv_heads))
         checks.scales("k_scales", k_scales, device, shapes)
         checks.scales("v_scales", v_scales, device, shapes)

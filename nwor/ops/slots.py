@@ -273,6 +273,15 @@ def _check_common(
     checks.integer("head_size", head_size, 1)
     checks.integer("block_size", block_size, 1)
     checks.integer("num_blocks", num_blocks, 0)
+    sides = 2 if count == layers else 1
+    wanted = sides * num_kv_heads * head_size * block_size * num_blocks
+    for i, cache in enumerate(caches):
+        if cache.numel() < wanted:
+            raise ValueError(
+                f"caches[{i}]: has {cache.numel()} elements, wanted at least {wanted}, for "
+                f"{'keys and values' if sides == 2 else 'keys or values'} of num_kv_heads {num_kv_heads} x "
+                f"head_size {head_size} x block_size {block_size} x num_blocks {num_blocks}"
+            )
     return layers
 
 

@@ -62,8 +62,12 @@ def _rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return cache.transpose(1, 2)[slots // BLOCK_SIZE, slots % BLOCK_SIZE]
 
 
-@pytest.mark.parametrize("spoil", [False, True])
-def test_the_self_check_reads_the_steps_rows(spoil: bool) -> None:
+#: Places in a cache, and what they are: tokens of the first window, whose last one is rejected.
+SPOILT = {"nothing": None, "accepted": (1, 1, 1, 3), "rejected": (1, 0, 2, SIZE + 1)}
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_the_self_check_reads_the_steps_rows(spoil: str) -> None:
     window, caches = _window()
     sources = _begin(window)
     window.adopt(window.captured(sources))
@@ -71,9 +75,24 @@ def test_the_self_check_reads_the_steps_rows(spoil: bool) -> None:
     rejected = torch.tensor([1, 0], dtype=torch.int32)
     held = dict(window.sources)
     window.commit(rejected)
-    if spoil:  # the second token of the first window, which was accepted
-        caches[1][1, 1, 1, 3] += 1
-    assert check.violations(held, rejected) == int(spoil)
+    if place := SPOILT[spoil]:
+        caches[1][place] += 1
+    assert check.violations(held, rejected) == (spoil != "nothing")
+
+
+@pytest.mark.parametrize("spoil", ["nothing", "rejected"])
+def test_the_self_check_of_cow_finds_what_was_not_put_back(spoil: str) -> None:
+    window, caches = _window()
+    starts = torch.tensor([0, 3, ROWS], dtype=torch.int32)
+    window.begin(WindowBatch(Mode.COW, 2, ROWS, starts, {0: SLOTS}))
+    check = SelfCheck(window)
+    for cache in caches:  # what the forward pass writes
+        cache.transpose(1, 2)[SLOTS // BLOCK_SIZE, SLOTS % BLOCK_SIZE] = torch.randn(ROWS, HEADS, 2 * SIZE)
+    rejected = torch.tensor([1, 0], dtype=torch.int32)
+    window.commit(rejected)
+    if place := SPOILT[spoil]:
+        caches[0][place] += 1
+    assert check.violations({}, rejected) == (spoil != "nothing")
 
 
 @pytest.mark.parametrize("wrong", ["a spoilt slot", "rows that do not fit"])

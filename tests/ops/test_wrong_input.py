@@ -225,6 +225,7 @@ COMMIT: list[tuple[str, Change, str]] = [
     ("source_dtype", constant(torch.float64), "is torch.float64"),
     ("source_dtype", constant(torch.float16), "dtype is torch.bfloat16"),
     ("kv_cache_dtype", constant("fp4"), "is 'fp4', wanted one of"),
+    ("kv_cache_dtype", constant(["fp8"]), "wanted a string"),
     ("kv_cache_dtype", constant("fp8"), "dtype is torch.bfloat16"),
     ("k_scales", constant(torch.ones(2)), r"shape is \[2\], wanted \[3\]"),
     ("v_scales", constant(torch.ones(3, 5)), r"shape is \[3, 5\]"),
@@ -283,6 +284,38 @@ def test_log_and_restore(op: str, name: str, change: Change, message: str) -> No
         (ops.log_slots if op == "log" else ops.restore_slots)(**arguments)
     assert all(torch.equal(buffer.raw, old) for buffer, old in zip(inputs.buffers, before, strict=True))
     assert not log.any()
+
+
+GEOMETRY = [
+    ("num_kv_heads", 3), ("head_size", 128), ("block_size", 17), ("num_blocks", 10**9),
+    ("num_kv_heads", 200_000), ("head_size", 10**7), ("num_kv_heads", 2**62),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), GEOMETRY)
+@pytest.mark.parametrize("layout", ["combined", "nhd"])
+@pytest.mark.parametrize("op", ["commit", "log", "restore"])
+@pytest.mark.parametrize("validate", [True, False])
+def test_more_than_the_caches_hold(op: str, layout: str, name: str, value: int, validate: bool) -> None:
+    """One tensor a layer for keys and values, and one for each; the wrapper's checks, and the op's own."""
+    inputs = slot_inputs(replace(SLOT, layout=layout), torch.device("cpu"))
+    before = inputs.snapshots()
+    arguments = {**slot_call(inputs), "validate": validate}
+    assert len(arguments["caches"]) == SLOT.layers * (1 if layout == "combined" else 2)
+    arguments.setdefault("num_blocks", inputs.key_caches[0].shape[0])
+    arguments[name] = value
+    if op == "commit":
+        call: Callable[..., None] = ops.commit_window
+        arguments |= {"commit_counts": inputs.commit_counts, "source_dtype": SLOT.dtype}
+    else:
+        arguments["log"] = ops.make_slot_log(SLOT.layers, len(inputs.slots), SLOT.heads, SLOT.size, 2, "cpu")
+        call = ops.log_slots
+        if op == "restore":
+            arguments["commit_counts"] = inputs.commit_counts
+            call = ops.restore_slots
+    with pytest.raises(ValueError if validate else RuntimeError, match=rf"caches.*{name} {value}\b"):
+        call(**arguments)
+    assert all(torch.equal(buffer.raw, old) for buffer, old in zip(inputs.buffers, before, strict=True))
 
 
 LISTS = ("keys", "values", "staged_keys", "staged_values")

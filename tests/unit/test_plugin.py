@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -84,12 +87,60 @@ def _resolve(path: str) -> object:
     raise AssertionError(path)
 
 
+PATCHES = patches.LEDGER + patches.OBJECT_LEDGER + patches.LEAN_LEDGER
+
+
 def test_ledger_names_what_exists_and_why():
-    for entry in patches.LEDGER + patches.LEAN_LEDGER:
+    for entry in PATCHES:
         assert _resolve(entry.target) is not None
         assert entry.why
         assert entry.how
         assert entry.removal
+
+
+def _changes(path: Path) -> list[str]:
+    """Return what a source assigns to attributes of vLLM's, or of objects that become another class."""
+    tree = ast.parse(path.read_text())
+    stock = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("vllm", "triton")
+        for alias in node.names
+    }
+    replaced = {entry.target.rpartition(".")[2] for entry in PATCHES} | {"__class__", "__code__", "run"}
+    found = []
+    for node in ast.walk(tree):
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            if not isinstance(target, ast.Attribute | ast.Subscript):
+                continue
+            root: ast.AST = target
+            while isinstance(root, ast.Attribute | ast.Subscript):
+                root = root.value
+            name = root.id if isinstance(root, ast.Name) else ""
+            if name in stock or (getattr(target, "attr", "") in replaced and name != "self"):
+                found.append(ast.unparse(target))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_ledger_names_every_module_that_changes_what_is_vllms():
+    root = Path(patches.__file__).parents[2]
+    # Figures' own fields are set by name.
+    own = {"nwor.accounting": "setattr(self, name", "nwor.tally": "setattr(total, name"}
+    changing = {}
+    for path in (root / "nwor").rglob("*.py"):
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        changes = [text for text in _changes(path) if not text.startswith(own.get(module, "-"))]
+        if changes:
+            changing[module] = changes
+    assert changing.keys() == {entry.where for entry in PATCHES}, changing
+    # As many as the ledger has: a second one in a module that has one already needs a line of its own.
+    # (One more in patches itself: the mark that a change was made.)
+    listed = Counter(entry.where for entry in PATCHES)
+    assert {module: len(changes) for module, changes in changing.items()} == listed | {
+        "nwor.engine.patches": listed["nwor.engine.patches"] + 1
+    }
 
 
 def test_config_patch_is_applied_once_and_calls_the_original():

@@ -1,12 +1,15 @@
 """The table of reasons in the documentation is the one in the code."""
 
+import contextlib
+import importlib
+import pkgutil
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from nwor.engine.support import REASONS, Unsupported, check_engine, check_impl
+from nwor.engine.support import REASONS, Unsupported, check_engine, check_impl, check_layer
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "engine.md"
 
@@ -86,3 +89,66 @@ def test_each_layer_reason(change, reason):
     with pytest.raises(Unsupported) as verdict:
         check_impl("layer", SimpleNamespace(**impl))
     assert verdict.value.reason == reason
+
+
+class _Builder:
+    pass
+
+
+class _Impl:
+    alibi_slopes = None
+    kv_sharing_target_layer_name = None
+
+
+def _backend(impl=_Impl, builder=_Builder):
+    return SimpleNamespace(get_impl_cls=lambda: impl, get_builder_cls=lambda: builder)
+
+
+def _layer(kind, impl=_Impl, builder=_Builder):
+    layer = kind.__new__(kind)
+    for name, value in (("impl", impl()), ("attn_backend", _backend(impl, builder))):
+        object.__setattr__(layer, name, value)
+    return layer
+
+
+def test_plain_attention_passes():
+    from vllm.model_executor.layers.attention import Attention
+
+    check_layer("layers.0", _layer(Attention), _backend())
+
+
+def test_every_kind_of_attention_that_vllm_derives_is_refused():
+    import vllm.model_executor.layers.attention as package
+    from vllm.model_executor.layers.attention import Attention
+
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        with contextlib.suppress(ImportError):  # some need packages of a GPU's
+            importlib.import_module(module.name)
+    derived = Attention.__subclasses__()
+    assert {"ChunkedLocalAttention", "RSWAAttention"} <= {kind.__name__ for kind in derived}
+    for kind in derived:
+        with pytest.raises(Unsupported, match=kind.__name__) as verdict:
+            check_layer("layers.0", _layer(kind), _backend())
+        assert verdict.value.reason == "attention_feature"
+
+
+def test_a_wrapped_backend_is_refused():
+    from vllm.model_executor.layers.attention import Attention
+
+    class Wrapped(_Builder):
+        pass
+
+    with pytest.raises(Unsupported, match="has metadata from Wrapped") as verdict:
+        check_layer("layers.0", _layer(Attention, builder=Wrapped), _backend())
+    assert verdict.value.reason == "attention_feature"
+
+
+def test_another_backend_is_refused():
+    from vllm.model_executor.layers.attention import Attention
+
+    class Other(_Impl):
+        pass
+
+    with pytest.raises(Unsupported, match="uses Other") as verdict:
+        check_layer("layers.0", _layer(Attention, impl=Other), _backend())
+    assert verdict.value.reason == "attention_backend"
