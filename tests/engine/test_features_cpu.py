@@ -1,8 +1,8 @@
 """Claim: with vLLM's other features and other draft methods, `stage` and `cow` answer as `off` does.
 
 Coverage: on the CPU in float32 with the demo model: log-probabilities, structured outputs, penalties and
-stop tokens, a LoRA adapter, preemption, aborts in the middle, prompts in chunks; drafts by a model of its own
-and by n-grams.
+stop tokens, a LoRA adapter, preemption, aborts in the middle, prompts in chunks; drafts by an EAGLE-1 head,
+by a model of its own and by n-grams.
 Tolerance: tokens none; log-probabilities 1e-4, since the kernels add up in different orders.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from server import demo
-from tests import adapters, pipeline_runs
+from tests import adapters, eagle_heads, pipeline_runs
 from tests.engine import engines
 from tests.engine.runner import V2
 
@@ -248,6 +248,16 @@ def test_drafts_by_ngrams(tmp_path: Path, with_lora: bool) -> None:
     adapter = adapters.write(tmp_path / "adapter") if with_lora else None
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(compare_by_ngrams, adapter).result(timeout=300)
+
+
+def test_drafts_by_an_eagle_1_head(make_engine: Callable[..., Any], tmp_path: Path) -> None:
+    """The bundled head is of EAGLE-3's kind."""
+    head = eagle_heads.write(tmp_path / "head")
+    speculation = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+    llm = make_engine("eagle", speculative_config=speculation)
+    compare_tokens(llm)
+    counts = llm.collective_rpc("nwor_report")[0]["counts"]
+    assert 0 < counts["accepted_tokens"] < counts["draft_tokens"]
 
 
 def test_drafts_by_a_model(make_engine: Callable[..., Any]) -> None:
