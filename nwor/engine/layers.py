@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 
 def target_layers(runner: Any) -> dict[str, Any]:
-    """Return every attention layer of a runner's target model by name; no layer of the draft model."""
-    layers = get_layers_from_vllm_config(runner.vllm_config, Attention)
+    """Return every layer of a runner's target model that keeps a cache or a state, by name.
+
+    No layer of the draft model is among them; what cannot be staged is, for whoever binds them to refuse.
+    """
+    layers = get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
     own = {id(module) for module in runner.get_model().modules()}
     return {name: layer for name, layer in layers.items() if id(layer) in own}
 

@@ -23,8 +23,16 @@ from nwor.engine.deferral import Deferral, RejectedCounts
 from nwor.engine.plan import StepPlan, early_batch, int32_bytes
 from nwor.engine.planner import Planner
 from nwor.engine.stages import Stages
-from nwor.engine.support import REASONS, Unsupported, check_engine, check_layer, memory_is_reused
+from nwor.engine.support import (
+    REASONS,
+    Unsupported,
+    check_engine,
+    check_graphs,
+    check_layer,
+    memory_is_reused,
+)
 from nwor.modes import Mode
+from nwor.ops.attention import CUDA_HEAD_SIZES
 from nwor.self_check import SelfCheck
 from nwor.state import RankState
 from nwor.tally import StepRecord
@@ -57,6 +65,7 @@ class Rank:
         speculative = vllm_config.speculative_config
         self.longest_window = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
         self._planner = Planner(self.state, self.longest_window)
+        self._bound: list[Any] = []
 
     def bind(
         self,
@@ -84,6 +93,8 @@ class Rank:
         bindings: list[tuple[Any, LayerBinding]] = []
         try:
             check_engine(self.vllm_config, MAX_WINDOW)
+            if self.device.type == "cuda":
+                check_graphs(self.vllm_config.compilation_config)
             bindings = self._bindings(target_layers, slot_keys, cache_views, backend)
         except Unsupported as found:
             verdict = (found.reason, str(found))
@@ -100,6 +111,14 @@ class Rank:
             self.deferral = Deferral(self.window, self.state, stages.count)
         for layer, binding in bindings:
             layer.impl.nwor = binding
+        self._bound = [layer for layer, _ in bindings]
+
+    def unbind(self) -> None:
+        """Let go of the layers, which may outlive the engine, and with them of the cache."""
+        for layer in self._bound:
+            layer.impl.nwor = None
+        self._bound = []
+        self.window = self.deferral = None
 
     def _agree(self, stages: Stages, verdict: tuple[str, str] | None) -> tuple[str, str] | None:
         """Exchange verdicts and sizes with the other stages and return the first verdict there is."""
@@ -131,6 +150,12 @@ class Rank:
             if name not in slot_keys:
                 raise Unsupported("state_space", f"layer {name} has no slot mapping")
             check_layer(name, layer, backend)
+            if self.device.type == "cuda" and layer.impl.head_size not in CUDA_HEAD_SIZES:
+                raise Unsupported(
+                    "attention_feature",
+                    f"layer {name} has heads of {layer.impl.head_size}, the kernels take "
+                    f"{', '.join(map(str, CUDA_HEAD_SIZES))}",
+                )
             staged.append((slot_keys[name], self._staged_layer(name, layer, cache_views)))
         if not staged:
             raise Unsupported("state_space", "the target model has no attention layer with a cache")

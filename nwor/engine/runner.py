@@ -42,6 +42,12 @@ class NworRunner(Base):
         keys = slot_keys(self.kv_cache_config)
         self.nwor.bind(target_layers(self), keys, self.nwor_cache_views, self.nwor_backend, Stages.current())
 
+    def shutdown(self) -> None:
+        """End: vLLM takes the cache from the layers, so must we."""
+        if hasattr(self, "nwor"):  # not where the start failed
+            self.nwor.unbind()
+        super().shutdown()
+
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; a window batch left open by an exception is dropped without a write."""
         try:

@@ -23,6 +23,10 @@ class Reason:
 REASONS: dict[str, Reason] = {
     "no_speculation": Reason("start", "the engine was started without speculative decoding"),
     "window_too_long": Reason("start", "more draft tokens a step than the verify kernels take"),
+    "adaptive_verification": Reason("start", "the device shortens windows that the host has scheduled"),
+    "batch_invariance": Reason(
+        "start", "results must not depend on the batch (VLLM_BATCH_INVARIANT); ours do, by rounding"
+    ),
     "mla": Reason("start", "multi-head latent attention keeps another kind of cache"),
     "state_space": Reason("start", "Mamba and other recurrent layers advance a state"),
     "encoder_decoder": Reason("start", "cross-attention layers read an encoder's cache"),
@@ -31,6 +35,7 @@ REASONS: dict[str, Reason] = {
     "micro_batching": Reason("start", "two half batches run at once (dual-batch overlap)"),
     "kv_connector": Reason("start", "a KV connector saves the cache layer by layer inside the forward pass"),
     "kv_sharing": Reason("start", "layers read another layer's cache"),
+    "piecewise_update": Reason("start", "piecewise CUDA graphs hold the update of the cache"),
     "attention_backend": Reason("start", "the layer's attention backend is not one that NWOR extends"),
     "attention_feature": Reason(
         "start", "attention that the verify kernel does not compute (ALiBi, non-causal, chunked local, ...)"
@@ -69,9 +74,17 @@ def check_engine(vllm_config: Any, max_window: int) -> None:
         raise Unsupported(
             "window_too_long", f"windows of {window} tokens; at most {max_window} can be staged"
         )
+    if getattr(speculative, "enable_adaptive_verification", False):
+        raise Unsupported("adaptive_verification")
+    import vllm.envs
+
+    if vllm.envs.VLLM_BATCH_INVARIANT:
+        raise Unsupported("batch_invariance")
     model = vllm_config.model_config
     if model.use_mla:
         raise Unsupported("mla")
+    if getattr(model, "is_mm_prefix_lm", False):
+        raise Unsupported("attention_feature", "images' tokens see one another in both directions")
     if model.is_encoder_decoder:
         raise Unsupported("encoder_decoder")
     if vllm_config.kv_transfer_config is not None:
@@ -102,7 +115,12 @@ def check_layer(name: str, layer: Any, backend: Any) -> None:
 
     """
     from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
 
+    if isinstance(layer, MambaBase):
+        raise Unsupported("state_space", f"layer {name} is a {type(layer).__name__}")
+    if not isinstance(layer, Attention):
+        raise Unsupported("attention_backend", f"layer {name} is a {type(layer).__name__}")
     if type(layer.impl) is not backend.get_impl_cls():
         raise Unsupported("attention_backend", f"layer {name} uses {type(layer.impl).__name__}")
     if type(layer) is not Attention:
@@ -134,6 +152,30 @@ def check_impl(name: str, impl: Any) -> None:
     attn_type = getattr(impl, "attn_type", "decoder")
     if str(getattr(attn_type, "value", attn_type)) != "decoder":
         raise Unsupported("attention_feature", f"layer {name} is of type {attn_type}")
+
+
+def check_graphs(compilation: Any) -> None:
+    """Check that CUDA graphs of pieces of the model leave the update of the cache to Python.
+
+    A window is handed over where a layer's keys and values are written. Captured, that write is replayed, and
+    nobody is told.
+
+    Args:
+        compilation: vLLM's ``CompilationConfig``, of an engine on CUDA.
+
+    Raises:
+        Unsupported: a captured piece holds it.
+
+    """
+    mode = compilation.cudagraph_mode
+    if mode is None or not mode.has_piecewise_cudagraphs():
+        return
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+
+    if is_breakable_cudagraph_enabled():
+        raise Unsupported("piecewise_update", "breakable CUDA graphs hold the update of the cache")
+    if memory_is_reused(compilation):
+        raise Unsupported("piecewise_update")
 
 
 def memory_is_reused(compilation: Any) -> bool:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nwor.engine.support import REASONS, Unsupported, check_engine, check_impl, check_layer
+from nwor.engine.support import REASONS, Unsupported, check_engine, check_graphs, check_impl, check_layer
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "engine.md"
 
@@ -28,7 +28,7 @@ def _config(**changes):
         "prefill_context_parallel_size": 1,
         "use_ubatching": False,
     }
-    model = {"use_mla": False, "is_encoder_decoder": False}
+    model = {"use_mla": False, "is_encoder_decoder": False, "is_mm_prefix_lm": False}
     top = {
         "kv_transfer_config": None,
         "speculative_config": SimpleNamespace(num_speculative_tokens=4),
@@ -68,6 +68,15 @@ def test_pipeline_stages_pass_on_model_runner_v2(device):
         ({"decode_context_parallel_size": 2}, "context_parallel"),
         ({"prefill_context_parallel_size": 2}, "context_parallel"),
         ({"use_ubatching": True}, "micro_batching"),
+        ({"is_mm_prefix_lm": True}, "attention_feature"),
+        (
+            {
+                "speculative_config": SimpleNamespace(
+                    num_speculative_tokens=4, enable_adaptive_verification=True
+                )
+            },
+            "adaptive_verification",
+        ),
     ],
 )
 def test_each_engine_reason(change, reason):
@@ -152,3 +161,42 @@ def test_another_backend_is_refused():
     with pytest.raises(Unsupported, match="uses Other") as verdict:
         check_layer("layers.0", _layer(Attention, impl=Other), _backend())
     assert verdict.value.reason == "attention_backend"
+
+
+def test_batch_invariance_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(Unsupported) as verdict:
+        check_engine(_config(), 64)
+    assert verdict.value.reason == "batch_invariance"
+
+
+def test_recurrent_layers_and_other_kinds_of_cache_are_refused():
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    for base, reason in ((MambaBase, "state_space"), (AttentionLayerBase, "attention_backend")):
+        kind = type("Kind", (base,), dict.fromkeys(base.__abstractmethods__))
+        with pytest.raises(Unsupported, match="Kind") as verdict:
+            check_layer("layers.0", kind.__new__(kind), _backend())
+        assert verdict.value.reason == reason
+
+
+def _compilation(piecewise=True, update_is_split=True):
+    return SimpleNamespace(
+        cudagraph_mode=SimpleNamespace(has_piecewise_cudagraphs=lambda: piecewise),
+        mode=SimpleNamespace(name="VLLM_COMPILE"),
+        use_inductor_graph_partition=False,
+        splitting_ops_contain_attention=lambda: True,
+        splitting_ops_contain_kv_cache_update=lambda: update_is_split,
+    )
+
+
+def test_graphs_that_hold_the_update_are_refused(monkeypatch):
+    check_graphs(_compilation())
+    check_graphs(_compilation(piecewise=False, update_is_split=False))
+    with pytest.raises(Unsupported) as verdict:
+        check_graphs(_compilation(update_is_split=False))
+    assert verdict.value.reason == "piecewise_update"
+    monkeypatch.setattr("vllm.compilation.breakable_cudagraph.is_breakable_cudagraph_enabled", lambda: True)
+    with pytest.raises(Unsupported, match="breakable"):
+        check_graphs(_compilation())
