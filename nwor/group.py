@@ -44,6 +44,15 @@ class LayerGroupOps:
         # Reads no source: serves the ops that only move bytes between cache and log.
         self.cache_table = ops.make_cache_table(self.key_caches, self.value_caches)
 
+    def take_scales(self) -> None:
+        """Take the layers' scales anew, in place: commits that are prepared read them where they lie."""
+        for own, scales in (
+            (self.k_scales, _stack([layer.k_scale for layer in self.layers])),
+            (self.v_scales, _stack([layer.v_scale for layer in self.layers])),
+        ):
+            if own is not None and scales is not None:
+                own.copy_(scales)
+
     def source_table(self, sources: Sequence[Source]) -> torch.Tensor:
         """Return the layer table of ``sources``; it stays valid as long as their memory does."""
         keys = [key for key, _ in sources]

@@ -113,6 +113,25 @@ class Rank:
             layer.impl.nwor = binding
         self._bound = [layer for layer, _ in bindings]
 
+    def take_scales(self) -> None:
+        """Take the scales of fp8 caches anew, after weights were loaded into the running engine.
+
+        A query's scale is part of what CUDA graphs were captured with. Where it changed nothing is staged any
+        more.
+        """
+        if self.window is None:
+            return
+        for _, group in self.window.group_ops:
+            group.take_scales()
+        for layer in self._bound:
+            before = layer.impl.nwor.parameters
+            if before.scale != parameters_of(layer, self.longest_window).scale:
+                self.unbind()
+                self.refuse(
+                    "cache_format", "the scale of queries changed with the weights; start the engine anew"
+                )
+                return
+
     def unbind(self) -> None:
         """Let go of the layers, which may outlive the engine, and with them of the cache."""
         for layer in self._bound:

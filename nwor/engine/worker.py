@@ -21,6 +21,16 @@ class NworWorkerMixin:
         rank: Rank = self.model_runner.nwor
         return rank
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Load weights anew; the scales of an fp8 cache may be others then."""
+        super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+        self._nwor.take_scales()
+
+    def finish_weight_update(self) -> None:
+        """End an update of the weights in the running engine; see :meth:`reload_weights`."""
+        super().finish_weight_update()  # type: ignore[misc]
+        self._nwor.take_scales()
+
     def nwor_set_mode(self, mode: str, asked: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
         """Put a mode in force from the next step on.
 

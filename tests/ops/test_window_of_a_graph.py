@@ -126,3 +126,33 @@ def test_finishing_directly_writes_the_steps_rows() -> None:
         assert torch.equal(_rows(cache, SLOTS), expected)
         others = torch.tensor([s for s in range(BLOCKS * BLOCK_SIZE) if s not in SLOTS.tolist()])
         assert torch.equal(_rows(cache, others), _rows(before[number], others))
+
+
+def test_scales_that_change_are_those_of_the_next_commit() -> None:
+    """Weights loaded anew bring other scales, in the tensors that the layers had."""
+    caches = [torch.zeros(2, BLOCKS, BLOCK_SIZE, HEADS, SIZE, dtype=torch.uint8) for _ in range(2)]
+    scales = [(torch.ones(1), torch.full((1,), 2.0)) for _ in caches]
+    layers = [
+        (0, StagedLayer(f"layer{n}", cache, cache[0], cache[1], "fp8", *scales[n], DTYPE, lambda *_: None))
+        for n, cache in enumerate(caches)
+    ]
+    window = Window(group_layers(layers))
+    sources = {name: (torch.ones(ROWS, HEADS, SIZE),) * 2 for name in sorted(window.layer_names)}
+    starts = torch.tensor([0, 3, ROWS], dtype=torch.int32)
+    window.begin(WindowBatch(Mode.STAGE, 2, ROWS, starts, {0: SLOTS}))
+    for name, source in sources.items():
+        window.stage(name, *source)
+    commit = window.group_ops[0][1].prepared(
+        window.group_ops[0][1].source_table(list(sources.values())), SLOTS, starts
+    )
+    for k_scale, v_scale in scales:
+        k_scale.fill_(0.5)
+        v_scale.fill_(4.0)
+    for _, group in window.group_ops:
+        group.take_scales()
+    commit(torch.zeros(2, dtype=torch.int32))
+    for cache in caches:
+        stored = cache.view(torch.float8_e4m3fn).float()[:, SLOTS // BLOCK_SIZE, SLOTS % BLOCK_SIZE]
+        assert (stored[0] == 2.0).all()
+        assert (stored[1] == 0.25).all()
+    window.abort()
