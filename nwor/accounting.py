@@ -15,8 +15,9 @@ pipeline stages before the last leave out (``nwor.tally.EarlierStages``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from nwor.modes import Mode
 
@@ -115,6 +116,15 @@ class WindowCounts:
             positions.append(later)
         return positions[::-1]
 
+    def plain(self) -> dict[str, Any]:
+        """Return the figures as plain JSON values, those that follow from others included."""
+        return {**vars(self), **{name: getattr(self, name) for name in _DERIVED}}
+
+    @classmethod
+    def of_plain(cls, values: Mapping[str, Any]) -> WindowCounts:
+        """Return the object of which :meth:`plain` gave ``values``."""
+        return cls(**{name: value for name, value in values.items() if name not in _DERIVED})
+
     def add(self, other: WindowCounts, times: int = 1) -> None:
         """Add ``other`` to this object, ``times`` times."""
         for name in _NUMBERS:
@@ -129,6 +139,7 @@ class WindowCounts:
             self.accepted_windows[accepted] += times * count
 
 
+_DERIVED = ("rejected_tokens", "written_bytes", "saved_bytes")
 _NUMBERS = (
     "windows",
     "first_tokens",

@@ -206,7 +206,6 @@ class RankState:
 
     def report(self) -> dict[str, Any]:
         """Return the state as plain JSON values."""
-        counts = self.counts
         return {
             "mode": self.mode.value,
             "modes": [mode.value for mode in self.config.modes],
@@ -223,10 +222,5 @@ class RankState:
             "capture_seconds": self.capture_seconds,
             "capture_bytes": self.capture_bytes,
             "changes": self.changes,
-            "counts": {
-                **vars(counts),
-                "rejected_tokens": counts.rejected_tokens,
-                "written_bytes": counts.written_bytes,
-                "saved_bytes": counts.saved_bytes,
-            },
+            "counts": self.counts.plain(),
         }

@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from nwor.accounting import WindowCounts
 from nwor.config import NworConfig
 from nwor.engine.metrics import NworStatLogger
 from nwor.engine.support import REASONS
@@ -116,7 +117,10 @@ class Admin:
         if self._config is None:
             return {"enabled": False, "detail": _absent()}
         engines = [sorted(answers, key=_rank) for answers in await self._call("nwor_report")]
-        counts = _sum([_counting(answers)["counts"] for answers in engines])
+        total = WindowCounts()
+        for answers in engines:
+            total.add(WindowCounts.of_plain(_counting(answers)["counts"]))
+        counts = total.plain()
         ranks = [{"engine": i, **rank} for i, answers in enumerate(engines) for rank in answers]
         changes = ranks[0]["changes"]
         for rank in ranks:
@@ -219,17 +223,6 @@ def _counting(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
     from its first rank.
     """
     return min((answer for answer in answers if answer["last_stage"]), key=_rank)
-
-
-def _sum(counts: Sequence[Any]) -> Any:
-    """Add up counters: numbers, or objects and lists of them, of which some may be missing in some."""
-    if isinstance(counts[0], dict):
-        names = dict.fromkeys(name for each in counts for name in each)
-        return {name: _sum([each[name] for each in counts if name in each]) for name in names}
-    if isinstance(counts[0], list):
-        longest = max(map(len, counts))
-        return [sum(each[i] for each in counts if i < len(each)) for i in range(longest)]
-    return sum(counts)
 
 
 def _asked(key_id: str) -> dict[str, str]:

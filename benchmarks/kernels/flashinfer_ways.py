@@ -12,11 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from cells import BLOCK_SIZE, LAYERS
+from cells import BLOCK_SIZE, FLASHINFER, LAYERS
 from device import Step
 from flashinfer_modules import BF16, FP8, VERSION, prefill_dtypes, prefill_serves
 
-WAYS = ("fa2", "fa3", "xqa")
 #: Bytes of each workspace; FlashInfer refuses where that is too little.
 WORKSPACE = 512 << 20
 
@@ -58,7 +57,7 @@ class FlashInfer:
         """One layer's attention of each way, and for ways that refuse this step their error."""
         ways: dict[str, Callable[[int], None]] = {}
         refused: dict[str, str] = {}
-        for name in WAYS:
+        for name in FLASHINFER:
             try:
                 way = self._xqa(step) if name == "xqa" else self._prefill(step, name)
                 way(0)

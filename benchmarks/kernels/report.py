@@ -17,13 +17,11 @@ from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
-from cells import BATCHES, CONTEXTS, DRAFTS
+from cells import BATCHES, CONTEXTS, DRAFTS, FLASHINFER
 
 matplotlib.use("Agg")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-#: FlashInfer's ways, as run.py calls them.
-FLASHINFER = ("fa2", "fa3", "xqa")
 Row = dict[str, Any]
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from cells import HEADS, LAYERS, Cell, grid
+from cells import FLASHINFER, HEADS, LAYERS, Cell, grid
 from device import CachePool, Graph, Step, copy_bandwidth, interleaved, run_copy, run_nwor, run_stock
 
 from nwor import ops
@@ -162,7 +162,7 @@ def main() -> None:
                 line += f" nwor {row['nwor']:9.2f} commit {row['commit']:7.2f} TB/s {bound:5.2f}"
                 if "stock" in row:
                     line += f" stock {row['stock']:9.2f} x{row['stock'] / row['nwor']:5.2f}"
-                for name in ("write", "fa2", "fa3", "xqa"):
+                for name in ("write", *FLASHINFER):
                     if name in row:
                         line += f" {name} {row[name]:6.2f}"
                 if "differences" in row:

@@ -133,11 +133,14 @@ class Rank:
                 return
 
     def unbind(self) -> None:
-        """Let go of the layers, which may outlive the engine, and with them of the cache."""
+        """Let go of the layers, which may outlive the engine, and with them of the cache.
+
+        Windows that an earlier pipeline stage holds back are still committed.
+        """
         for layer in self._bound:
             layer.impl.nwor = None
         self._bound = []
-        self.window = self.deferral = None
+        self.window = None
 
     def _agree(self, stages: Stages, verdict: tuple[str, str] | None) -> tuple[str, str] | None:
         """Exchange verdicts and sizes with the other stages and return the first verdict there is."""

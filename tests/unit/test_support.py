@@ -141,26 +141,27 @@ def test_every_kind_of_attention_that_vllm_derives_is_refused():
         assert verdict.value.reason == "attention_feature"
 
 
-def test_a_wrapped_backend_is_refused():
+class _Wrapped(_Builder):
+    pass
+
+
+class _Other(_Impl):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "words"),
+    [
+        ({"builder": _Wrapped}, "attention_feature", "has metadata from _Wrapped"),
+        ({"impl": _Other}, "attention_backend", "uses _Other"),
+    ],
+)
+def test_a_backend_that_is_wrapped_or_another_is_refused(change, reason, words):
     from vllm.model_executor.layers.attention import Attention
 
-    class Wrapped(_Builder):
-        pass
-
-    with pytest.raises(Unsupported, match="has metadata from Wrapped") as verdict:
-        check_layer("layers.0", _layer(Attention, builder=Wrapped), _backend())
-    assert verdict.value.reason == "attention_feature"
-
-
-def test_another_backend_is_refused():
-    from vllm.model_executor.layers.attention import Attention
-
-    class Other(_Impl):
-        pass
-
-    with pytest.raises(Unsupported, match="uses Other") as verdict:
-        check_layer("layers.0", _layer(Attention, impl=Other), _backend())
-    assert verdict.value.reason == "attention_backend"
+    with pytest.raises(Unsupported, match=words) as verdict:
+        check_layer("layers.0", _layer(Attention, **change), _backend())
+    assert verdict.value.reason == reason
 
 
 def test_batch_invariance_is_refused(monkeypatch):
