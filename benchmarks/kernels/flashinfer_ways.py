@@ -8,6 +8,7 @@ Keys and values are written by vLLM's `reshape_and_cache_flash`, as that backend
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,9 @@ class FlashInfer:
     def __init__(self, modules: Path | None) -> None:
         import flashinfer
         from flashinfer.jit import env
+
+        # Modules that were linked where there is no driver do not name the library whose functions they call.
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
 
         if flashinfer.__version__ != VERSION:
             raise SystemExit(f"flashinfer-python is {flashinfer.__version__}; {VERSION} is wanted")

@@ -84,39 +84,31 @@ def against_flashinfer(row: Row) -> tuple[float, float]:
     return row[way] / row["nwor"], row[way + "_noise"] / row[way] + row["nwor_noise"] / row["nwor"]
 
 
-def flashinfer_text(row: Row | None) -> str:
-    if row is None or not any(way in row for way in FLASHINFER):
-        return "-"
-    ratio, either = against_flashinfer(row)
-    way = fastest_flashinfer(row)
-    text = f"{row[way]:.1f} {way}: {ratio:.2f}"
-    return f"**{text}**" if ratio < 1 - either else text
-
-
-def flashinfer_summary(groups: dict[str, list[Row]]) -> str:
+def flashinfer_part(name: str, rows: Sequence[Row], origin: str) -> str:
+    """The section of a run that has FlashInfer's ways: a line for each cell, and the means of all."""
+    ratios = [against_flashinfer(r) for r in rows]
+    beside = [r["stock"] / r[fastest_flashinfer(r)] for r in rows]
+    slower = sum(ratio < 1 - either for ratio, either in ratios)
+    apart = [difference for r in rows for difference in r["differences"].values()]
+    worst = max(apart, key=lambda d: math.inf if math.isnan(d) else d)
     lines = [
-        "| heads | cells | FlashInfer / nwor, context <= 600 | all cells | nwor slower beyond noise | worst"
-        " | stock / FlashInfer | fastest: " + ", ".join(FLASHINFER) + " | outputs at most apart |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"### FlashInfer, {name}\n",
+        f"{origin} Microseconds per layer. FlashInfer's fastest way takes"
+        f" {geometric_mean(ratio for ratio, _ in ratios):.2f} times what nwor takes (geometric mean of"
+        f" {len(rows)} cells, from {min(ratios)[0]:.2f} to {max(ratios)[0]:.2f}; nwor is slower beyond"
+        f" noise in {slower}), and {1 / geometric_mean(beside):.2f} times what stock takes. Outputs differ from"
+        f" stock's by {worst:.4f} at most.\n",
+        "| heads | batch x context, k | stock | nwor | " + " | ".join(FLASHINFER) + " | fastest / nwor |",
+        "|---|---|---|---|" + "---|" * len(FLASHINFER) + "---|",
     ]
-    for heads, group in groups.items():
-        rows = [r for r in group if any(way in r for way in FLASHINFER)]
-        if not rows:
-            continue
-        ratios = [against_flashinfer(r) for r in rows]
-        short = [ratio for r, (ratio, _) in zip(rows, ratios, strict=True) if r["context"] <= 600]
-        ways = [fastest_flashinfer(r) for r in rows]
-        apart = [difference for r in rows for difference in r["differences"].values()]
+    for row, (ratio, either) in zip(rows, ratios, strict=True):
+        ways = [f"{row[way]:.1f}" if way in row else "-" for way in FLASHINFER]
+        text = f"**{ratio:.2f}**" if ratio < 1 - either else f"{ratio:.2f}"
         lines.append(
-            f"| {heads} | {len(rows)} | {geometric_mean(short):.2f}"
-            f" | {geometric_mean(ratio for ratio, _ in ratios):.2f}"
-            f" | {sum(ratio < 1 - either for ratio, either in ratios)}"
-            f" | {min(ratio for ratio, _ in ratios):.2f}"
-            f" | {geometric_mean(r['stock'] / r[way] for r, way in zip(rows, ways, strict=True)):.2f}"
-            f" | {', '.join(str(ways.count(way)) for way in FLASHINFER)}"
-            f" | {max(apart, key=lambda d: math.inf if math.isnan(d) else d):.3f} |"
+            f"| {row['heads']} | {row['batch']} x {row['context']}, {row['drafts']} | {row['stock']:.1f}"
+            f" | {row['nwor']:.1f} | {' | '.join(ways)} | {text} |"
         )
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def summary_line(name: str, rows: Sequence[Row], copy: float) -> str:
@@ -190,6 +182,13 @@ def main() -> None:
         name = "fp8 (e4m3) cache" if fp8 else "bf16 cache"
         if spread:
             name += f", contexts up to {spread:.0%} shorter and longer"
+        origin = (
+            f"{data['device']}, PyTorch {data['torch']}, {data['date']}; {data['turns']} turns of"
+            f" {data['times']} times; a copy moves {copy / 1e12:.2f} TB/s."
+        )
+        if beside := [r for r in rows if any(way in r for way in FLASHINFER)]:
+            parts.append(flashinfer_part(name, beside, origin))
+            continue
         groups: dict[str, list[Row]] = {}
         for row in rows:
             groups.setdefault(row["heads"], []).append(row)
@@ -197,9 +196,7 @@ def main() -> None:
         shared = [r for r in rows if r["distinct_layers"] < data["layers"]]
         parts.append(f"### {name}\n")
         parts.append(
-            f"{data['device']}, PyTorch {data['torch']}, {data['date']}; {data['turns']} turns of"
-            f" {data['times']} times; a copy moves {copy / 1e12:.2f} TB/s."
-            f" {len(rows)} cells measured, {len(skipped)} did not fit into"
+            f"{origin} {len(rows)} cells measured, {len(skipped)} did not fit into"
             f" {data['pool_gib']:.0f} GiB; in {len(shared)} of them the 32 layers share fewer caches (each"
             " still many times the L2 cache).\n"
         )
@@ -217,12 +214,6 @@ def main() -> None:
         for heads, group in groups.items():
             parts.append(f"#### {heads}, {name}\n")
             parts.append(table(group, partial(cell_text, copy=copy)) + "\n")
-        if any(way in r for r in rows for way in FLASHINFER):
-            parts.append(f"#### FlashInfer, {name}\n")
-            parts.append(flashinfer_summary({**groups, "all": rows}) + "\n")
-            for heads, group in groups.items():
-                parts.append(f"{heads}:\n")
-                parts.append(table(group, flashinfer_text) + "\n")
     document = DOCS / "kernels.md"
     text = document.read_text()
     head, tail = text.split(BEGIN)[0], text.split(END)[1]

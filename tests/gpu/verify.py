@@ -80,7 +80,7 @@ def checks() -> list[Step]:
     ]
     for tool, clean in CLEAN.items():
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1")
-        steps.append(Step(tool, (*command, sys.executable, f"{tests}/sanitize_kernels.py"), clean))
+        steps.append(Step(tool, (*command, sys.executable, "-m", "tests.gpu.sanitize_kernels"), clean))
     return steps
 
 
