@@ -96,8 +96,8 @@ def flashinfer_part(name: str, rows: Sequence[Row], origin: str) -> str:
         f"{origin} Microseconds per layer. FlashInfer's fastest way takes"
         f" {geometric_mean(ratio for ratio, _ in ratios):.2f} times what nwor takes (geometric mean of"
         f" {len(rows)} cells, from {min(ratios)[0]:.2f} to {max(ratios)[0]:.2f}; nwor is slower beyond"
-        f" noise in {slower}), and {1 / geometric_mean(beside):.2f} times what stock takes. Outputs differ from"
-        f" stock's by {worst:.4f} at most.\n",
+        f" noise in {slower}), and {1 / geometric_mean(beside):.2f} times what stock takes. Outputs differ"
+        f" from stock's by {worst:.4f} at most.\n",
         "| heads | batch x context, k | stock | nwor | " + " | ".join(FLASHINFER) + " | fastest / nwor |",
         "|---|---|---|---|" + "---|" * len(FLASHINFER) + "---|",
     ]
