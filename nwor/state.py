@@ -38,6 +38,8 @@ class RankState:
         other_token_bytes: as ``token_bytes``, on one rank of each of the other pipeline stages together.
         other_source_bytes: as ``source_token_bytes``, likewise.
         stages_copy: whether pipeline stages before the last copy windows aside until they learn the counts.
+        shared_graphs: whether all ranks of tensor parallelism have to replay the same full CUDA graphs: an
+            all-reduce in one reads its peers' memory where it lay when they captured that graph.
         last_stage: whether this rank samples, and so counts; those of earlier pipeline stages count nothing.
         switches: mode changes so far.
         steps: verify steps so far.
@@ -59,6 +61,7 @@ class RankState:
     other_token_bytes: int = 0
     other_source_bytes: int = 0
     stages_copy: bool = False
+    shared_graphs: bool = False
     last_stage: bool = True
     switches: int = 0
     steps: int = 0
@@ -74,6 +77,16 @@ class RankState:
     _waiting: deque[tuple[Treatment, bytes]] = field(default_factory=deque)
     _folding: threading.Lock = field(default_factory=threading.Lock)
     _facts: RankFacts | None = None
+    _stage_graphs: bool = False
+
+    @property
+    def graphs_mode(self) -> Mode:
+        """The mode whose CUDA graphs this rank replays.
+
+        That is the mode in force, unless a fault turned ``stage`` off on this rank while those with which it
+        shares graphs may go on: then it replays those of ``stage`` until all ranks are given a mode again.
+        """
+        return Mode.STAGE if self._stage_graphs else self.mode
 
     def switch(self, mode: Mode) -> Mode:
         """Put ``mode`` in force from the next step on and return the one before.
@@ -89,6 +102,7 @@ class RankState:
                 f"restart with it among the setting 'modes'"
             )
         old, self.mode = self.mode, mode
+        self._stage_graphs = False
         self.switches += old is not mode
         self.forget_facts()
         if mode is not Mode.OFF:
@@ -111,6 +125,8 @@ class RankState:
     def fail(self, where: str, error: BaseException) -> None:
         """Turn NWOR off after an error in ``where``; the engine goes on with direct writes."""
         self.fault = f"{where}: {type(error).__name__}: {error}"
+        if self.shared_graphs and self.mode is Mode.STAGE:
+            self._stage_graphs = True
         self.switches += self.mode is not Mode.OFF
         self.mode = Mode.OFF
         self.forget_facts()

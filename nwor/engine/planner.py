@@ -90,8 +90,11 @@ class Planner:
         query_lens: list[int] = np.frombuffer(query_bytes, INT32).tolist()
         draft_counts = np.frombuffer(drafts, INT32)
         requests = tokens = 0
-        reason = ""
-        if state.mode is not Mode.OFF:
+        reason = inside = ""
+        mode = state.graphs_mode
+        if mode is not state.mode:
+            inside = "fault"  # of windows that the graphs leave, and that are then written as a whole
+        if mode is not Mode.OFF:
             reason = self._refusal or ""
             if not reason:
                 requests, tokens = leading_windows(query_lens, self._longest)
@@ -99,7 +102,7 @@ class Planner:
                     reason = "batch_order"
                     state.log_once(reason, REASONS[reason].text)
         held = copied = 0
-        if requests and state.mode is Mode.STAGE:
+        if requests and mode is Mode.STAGE:
             held = tokens * state.engine_source_bytes
             # The memory of steps that a graph may serve is the graph's, and let go of by nobody.
             large = sum(query_lens) > max(FEW_TIMES * tokens, FEW_ROWS, self.largest_graph)
@@ -108,10 +111,11 @@ class Planner:
         elif requests:
             held = (tokens - requests) * state.engine_token_bytes
         treatment = Treatment(
-            state.mode.value,
+            mode.value,
             drafts,
             requests,
             tokens,
+            inside=inside,
             outside=reason,
             held_bytes=held,
             copied_bytes=copied,

@@ -89,6 +89,7 @@ class Rank:
         self.state.last_stage = stages.last
         self._planner.largest_graph = self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self._planner.copy_always = memory_is_reused(self.vllm_config.compilation_config)
+        self.state.shared_graphs = self._shares_graphs()
         verdict: tuple[str, str] | None = None
         bindings: list[tuple[Any, LayerBinding]] = []
         try:
@@ -131,6 +132,16 @@ class Rank:
                     "cache_format", "the scale of queries changed with the weights; start the engine anew"
                 )
                 return
+
+    @property
+    def always_copies(self) -> bool:
+        """Whether every step's windows are copied aside as its layers run."""
+        return self._planner.copy_always
+
+    def _shares_graphs(self) -> bool:
+        if self.device.type != "cuda" or self.vllm_config.parallel_config.tensor_parallel_size == 1:
+            return False
+        return bool(self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs())
 
     def unbind(self) -> None:
         """Let go of the layers, which may outlive the engine, and with them of the cache.
@@ -316,17 +327,36 @@ class Rank:
         window, state = self.window, self.state
         assert window is not None
         try:
-            batch = plan.known.batch(query_start_loc, slots)
-            if plan.early and batch.mode is Mode.STAGE:
-                batch = early_batch(plan, batch, self.device)
-            window.begin(batch)
+            self._open(plan, query_start_loc, slots)
             interval = state.config.self_check_interval
-            if interval and state.steps % interval == 0:
+            if interval and state.steps % interval == 0 and not plan.faulty:
                 self._check = SelfCheck(window)
         except Exception as error:
-            state.fail("begin", error)
-            window.abort()
-            plan.fail()
+            self._fail_to_begin(plan, error)
+            if state.graphs_mode is Mode.STAGE:
+                # The ranks beside this one are about to replay a graph of `stage`, and it has to as well.
+                try:
+                    self._open(plan, query_start_loc, slots)
+                except Exception as again:
+                    self._fail_to_begin(plan, again)
+
+    def _open(
+        self,
+        plan: StepPlan,
+        query_start_loc: torch.Tensor,
+        slots: Mapping[int, torch.Tensor] | torch.Tensor,
+    ) -> None:
+        assert self.window is not None
+        batch = plan.known.batch(query_start_loc, slots)
+        if plan.early and batch.mode is Mode.STAGE:
+            batch = early_batch(plan, batch, self.device)
+        self.window.begin(batch)
+
+    def _fail_to_begin(self, plan: StepPlan, error: Exception) -> None:
+        assert self.window is not None
+        self.state.fail("begin", error)
+        self.window.abort()
+        plan.fail()
 
     def go_direct(self, reason: str) -> None:
         """Write the open batch directly although it was planned otherwise, and count why."""
@@ -353,8 +383,7 @@ class Rank:
             return plan
         if rejected.dtype is not torch.int32:
             rejected = rejected.to(torch.int32)
-        if window.finished_direct and plan.num_requests:
-            plan.fail()
+        self._settle_faults(plan, window)
         check, self._check = self._check, None
         sources = dict(window.sources) if check is not None else {}
         try:
@@ -373,6 +402,12 @@ class Rank:
             check.report(self.state, sources, rejected)
         return plan
 
+    def _settle_faults(self, plan: StepPlan, window: Window) -> None:
+        if plan.faulty and window.staging:
+            window.finish_direct()  # staged for the sake of the graphs alone
+        elif window.finished_direct and plan.num_requests:
+            plan.fail()
+
     def defer(self) -> None:
         """Hold the open batch back until its counts come, on a stage that does not sample."""
         plan, window = self.plan, self.window
@@ -382,6 +417,7 @@ class Rank:
             return
         assert self.deferral is not None
         try:
+            self._settle_faults(plan, window)
             if not window.finished_direct:
                 self.deferral.hold(plan, check, copy=self.state.stages_copy)
         except Exception as error:

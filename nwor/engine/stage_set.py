@@ -41,7 +41,9 @@ class StageSet(Generic[Name]):
     @property
     def wanted(self) -> bool:
         """Whether the engine may ever stage, so that the set has to be captured."""
-        return self._rank.window is not None and Mode.STAGE in self._rank.state.config.modes
+        rank = self._rank
+        # Where every step's windows are copied as the layers run, no step could replay them.
+        return rank.window is not None and Mode.STAGE in rank.state.config.modes and not rank.always_copies
 
     @property
     def staging(self) -> bool:

@@ -81,9 +81,13 @@ class Engine:
 
     def step(self, mode: Mode, desc: BatchDescriptor, runtime: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
         """Run a step of one full window and, where there is room for it, one of two rows."""
+        self.toy.rank.state.switch(mode)
+        self.step_on(desc, runtime)
+
+    def step_on(self, desc: BatchDescriptor, runtime: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
+        """Run such a step in the mode that is in force."""
         lengths, drafts = ([4, 2], [3, 1]) if desc.num_tokens > 4 else ([4], [3])
         rank = self.toy.rank
-        rank.state.switch(mode)
         plan = rank.plan_step(["a", "b"][: len(lengths)], lengths, drafts)
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), 99], dtype=torch.int32)
         rank.begin(plan, starts, {0: SLOTS})
@@ -172,6 +176,79 @@ def test_a_replayed_window_is_committed_from_where_its_graph_left_it(engine):
         lines = cache.flatten(0, 1)
         assert torch.equal(lines[:2, 0], kept[name][:2])
         assert not lines[2:].any()
+
+
+def failing(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(True, "stage"), (False, "stock")])
+def test_after_a_fault_a_rank_replays_what_the_ranks_beside_it_do(engine, monkeypatch, shared, expected):
+    engine.capture()
+    kept = dict(engine.toy.made)
+    rank = engine.toy.rank
+    rank.state.shared_graphs = shared
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.toy.window, "commit", failing)
+        engine.step(Mode.STAGE, ONE)
+        assert rank.finish(torch.tensor([2], dtype=torch.int32)).faulty
+    assert engine.toy.written(SLOTS[:4]) == [0, 1, 2, 3]
+    for cache in engine.toy.caches.values():
+        cache.zero_()
+    engine.replays.clear()
+    rejected = torch.tensor([2], dtype=torch.int32)
+    engine.step_on(ONE)
+    plan = rank.finish(rejected)
+    assert engine.replays == [expected]
+    assert rank.state.report()["mode"] == "off"
+    assert rank.state.fault == "commit: RuntimeError: planted"
+    assert engine.toy.window.batch is None
+    if shared:  # as much as stock's graph would have written, by the host's hand
+        assert kept == engine.toy.made
+        assert engine.toy.written(SLOTS[:4]) == [0, 1, 2, 3]
+        rank.account(plan, [1])
+        assert rank.state.counts.direct_windows == {"fault": 1}
+    engine.step(Mode.STAGE, ONE)
+    assert not rank.finish(rejected).faulty
+    assert rank.state.fault is None
+    assert engine.replays[-1] == "stage"
+    engine.step(Mode.OFF, ONE)
+    assert engine.replays[-1] == "stock"
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(True, "stage"), (False, "stock")])
+def test_a_step_that_begins_with_a_fault_replays_what_the_ranks_beside_it_do(
+    engine, monkeypatch, shared, expected
+):
+    engine.capture()
+    rank = engine.toy.rank
+    rank.state.shared_graphs = shared
+    rank.state.config = replace(rank.state.config, self_check_interval=1)
+    monkeypatch.setattr("nwor.engine.rank.SelfCheck", failing)
+    engine.step(Mode.STAGE, ONE)
+    assert engine.replays == [expected]
+    assert rank.finish(torch.tensor([2], dtype=torch.int32)).faulty
+    assert rank.state.fault == "begin: RuntimeError: planted"
+    if shared:
+        assert engine.toy.written(SLOTS[:4]) == [0, 1, 2, 3]
+
+
+def test_a_window_that_cannot_be_opened_at_all_ends_no_step(engine, monkeypatch):
+    engine.capture()
+    engine.toy.rank.state.shared_graphs = True
+    monkeypatch.setattr(engine.toy.window, "begin", failing)
+    engine.step(Mode.STAGE, ONE)
+    assert engine.replays == ["stock"]
+    assert engine.toy.rank.finish(torch.tensor([2], dtype=torch.int32)).faulty
+
+
+def test_no_second_set_where_every_window_is_copied_as_layers_run(engine):
+    engine.toy.rank._planner.copy_always = True
+    engine.capture()
+    assert "stage" not in engine.passes
+    engine.step(Mode.STAGE, TWO)
+    assert engine.replays == ["stock"]
+    assert engine.toy.rank.finish(torch.zeros(2, dtype=torch.int32)).direct_reason == "graph"
 
 
 @pytest.mark.parametrize("desc", [UNKNOWN, MIXED])
