@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from types import TracebackType
@@ -19,7 +20,8 @@ class CommitTimer:
 
     Which ones are timed :meth:`due` says: each on a CPU, one of :data:`EVERY` on a GPU.
 
-    Events are read in a later step, once the device has passed them; nobody waits for them.
+    Events are read in a later step, once the device has passed them; nobody waits for them. The thread that
+    launches commits and the one that counts windows may be two.
 
     Attributes:
         waiting: whether :meth:`drain` may have something to return.
@@ -32,6 +34,7 @@ class CommitTimer:
         self._started = 0.0
         self._count, self._seconds = 0, 0.0
         self._turn = 0
+        self._reading = threading.Lock()
         self._open: torch.cuda.Event | None = None
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -60,13 +63,15 @@ class CommitTimer:
         if kind is not None:
             return
         if not self._events:
-            self._add(time.perf_counter() - self._started)
+            with self._reading:
+                self._add(time.perf_counter() - self._started)
         elif start is not None:
             end = torch.cuda.Event(enable_timing=True)
             end.record()
             self._pending.append((start, end))
             if len(self._pending) > MOST_PENDING:
-                self._read()
+                with self._reading:
+                    self._read()
         self.waiting = True
 
     def _add(self, seconds: float) -> None:
@@ -80,11 +85,10 @@ class CommitTimer:
 
     def drain(self) -> tuple[int, float]:
         """Return how many measurements were completed since the last call, and their sum in seconds."""
-        if self._pending:
-            self._read()
-        self.waiting = bool(self._pending)
-        if not self._count:
-            return 0, 0.0
-        drained = self._count, self._seconds
-        self._count, self._seconds = 0, 0.0
+        with self._reading:
+            if self._pending:
+                self._read()
+            self.waiting = bool(self._pending)
+            drained = self._count, self._seconds
+            self._count, self._seconds = 0, 0.0
         return drained

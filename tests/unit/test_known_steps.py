@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -281,3 +282,42 @@ def test_a_timer_says_whether_something_waits_to_be_drained() -> None:
     assert timer.drain()[0] == 1
     assert not timer.waiting
     assert timer.drain() == (0, 0.0)
+
+
+def test_two_threads_read_a_timer_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    others: list[threading.Thread] = []
+    drained: list[tuple[int, float]] = []
+    made: list[object] = []
+
+    class Event:
+        """Stands for one of CUDA's; those of the first measurement have passed, those of the second not."""
+
+        def __init__(self, enable_timing: bool) -> None:
+            made.append(self)
+            self.passed = len(made) <= 2
+
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            passed = self.passed
+            if not others:  # another thread asks just now
+                others.append(threading.Thread(target=lambda: drained.append(timer.drain())))
+                others[0].start()
+                others[0].join(0.3)
+            return passed
+
+        def elapsed_time(self, end: Event) -> float:
+            assert self.passed
+            assert end.passed
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = CommitTimer(torch.device("cuda"))
+    for _ in range(2):
+        with timer:
+            pass
+    drained.append(timer.drain())
+    others[0].join()
+    assert sorted(drained) == [(0, 0.0), (1, 0.002)]
+    assert timer.waiting
