@@ -1,22 +1,20 @@
-"""One rank's side of NWOR: binds the target's layers, opens a window batch for a step and finishes it.
+"""One rank's side of NWOR: attaches to the target's layers, opens a window batch for a step and finishes it.
 
 The model runners call it; it knows nothing of their internals beyond what they pass in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
 import torch
 
-from nwor import ops
-from nwor.accounting import bytes_per_token
 from nwor.config import MAX_WINDOW, NworConfig
-from nwor.engine.binding import AttentionPlan, LayerBinding, parameters_of
+from nwor.engine.attachment import Attachment, CacheViews
+from nwor.engine.binding import LayerBinding, parameters_of
 from nwor.engine.commit_timer import CommitTimer
 from nwor.engine.cut_short import CutShort
 from nwor.engine.deferral import Deferral, RejectedCounts
@@ -28,18 +26,13 @@ from nwor.engine.support import (
     Unsupported,
     check_engine,
     check_graphs,
-    check_layer,
     memory_is_reused,
 )
 from nwor.modes import Mode
-from nwor.ops.attention import CUDA_HEAD_SIZES
 from nwor.self_check import SelfCheck
 from nwor.state import RankState
 from nwor.tally import StepRecord
-from nwor.window import StagedLayer, Window, group_layers
-
-#: Returns K and V views of a layer's cache, or raises Unsupported.
-CacheViews = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
+from nwor.window import Window
 
 
 class Rank:
@@ -96,7 +89,8 @@ class Rank:
             check_engine(self.vllm_config, MAX_WINDOW)
             if self.device.type == "cuda":
                 check_graphs(self.vllm_config.compilation_config)
-            bindings = self._bindings(target_layers, slot_keys, cache_views, backend)
+            attachment = Attachment(self.vllm_config, self.device, self.state, self.longest_window)
+            self.window, bindings = attachment.bindings(target_layers, slot_keys, cache_views, backend)
         except Unsupported as found:
             verdict = (found.reason, str(found))
         # A window is staged on all stages or on none: its figures cover them all.
@@ -170,97 +164,6 @@ class Rank:
         self.window = None
         self.state.unsupported = (reason, detail)
         self.state.log_once(reason, detail)
-
-    def _bindings(
-        self,
-        target_layers: Mapping[str, Any],
-        slot_keys: Mapping[str, int],
-        cache_views: CacheViews,
-        backend: Any,
-    ) -> list[tuple[Any, LayerBinding]]:
-        staged: list[tuple[int, StagedLayer]] = []
-        for name, layer in target_layers.items():
-            if name not in slot_keys:
-                raise Unsupported("state_space", f"layer {name} has no slot mapping")
-            check_layer(name, layer, backend)
-            if self.device.type == "cuda" and layer.impl.head_size not in CUDA_HEAD_SIZES:
-                raise Unsupported(
-                    "attention_feature",
-                    f"layer {name} has heads of {layer.impl.head_size}, the kernels take "
-                    f"{', '.join(map(str, CUDA_HEAD_SIZES))}",
-                )
-            staged.append((slot_keys[name], self._staged_layer(name, layer, cache_views)))
-        if not staged:
-            raise Unsupported("state_space", "the target model has no attention layer with a cache")
-        self.window = Window(group_layers(staged))
-        # Draft layers come on top of the target's: never staged, and none of the target's may be missing.
-        if self.window.layer_names != frozenset(target_layers):
-            raise AssertionError("staged layers and target attention layers differ")
-        self.state.token_bytes = bytes_per_token(layer.shape for _, layer in staged)
-        self.state.source_token_bytes = bytes_per_token(
-            replace(layer.shape, element_size=layer.source_dtype.itemsize) for _, layer in staged
-        )
-        self.state.ranks = self.vllm_config.parallel_config.tensor_parallel_size
-        workspace = self._workspace(target_layers, staged)
-        bindings = []
-        plans: dict[Hashable, AttentionPlan] = {}
-        for _, layer in staged:
-            module = target_layers[layer.name]
-            parameters = parameters_of(module, self.longest_window)
-            bindings.append(
-                (
-                    module,
-                    LayerBinding(
-                        window=self.window,
-                        state=self.state,
-                        layer=layer,
-                        parameters=parameters,
-                        workspace=workspace,
-                        plan=AttentionPlan.share(
-                            plans, self.device, module.impl.num_heads, layer, parameters
-                        ),
-                    ),
-                )
-            )
-        return bindings
-
-    def _staged_layer(self, name: str, layer: Any, cache_views: CacheViews) -> StagedLayer:
-        key_cache, value_cache = cache_views(layer)
-        impl, kv_cache = layer.impl, layer.kv_cache
-        quantized = impl.kv_cache_dtype.startswith("fp8")
-
-        def direct_write(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-            # The stock writer, past our own override of it.
-            stock: Any = super(type(impl), impl)
-            stock.do_kv_cache_update(layer, key, value, kv_cache, slots)
-
-        return StagedLayer(
-            name=name,
-            kv_cache=kv_cache,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            kv_cache_dtype=impl.kv_cache_dtype if quantized else "auto",
-            k_scale=layer._k_scale if quantized else None,
-            v_scale=layer._v_scale if quantized else None,
-            source_dtype=self.vllm_config.model_config.dtype,
-            direct_write=direct_write,
-        )
-
-    def _workspace(
-        self, target_layers: Mapping[str, Any], staged: Sequence[tuple[int, StagedLayer]]
-    ) -> torch.Tensor:
-        requests = self.vllm_config.scheduler_config.max_num_seqs
-        size = 0
-        for _, layer in staged:
-            _, _, kv_heads, head_size = layer.key_cache.shape
-            heads = target_layers[layer.name].impl.num_heads
-            size = max(
-                size,
-                ops.verify_attention_workspace_size(
-                    self.device, requests, heads, kv_heads, head_size, self.longest_window
-                ),
-            )
-        return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def plan_step(
         self,

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from nwor.config import NworConfig
+from nwor.engine.attachment import CacheViews
 from nwor.engine.layers import slot_keys, target_layers
 from nwor.engine.plan import StepPlan
-from nwor.engine.rank import CacheViews, Rank
+from nwor.engine.rank import Rank
 from nwor.engine.record import attach
 from nwor.engine.stages import Stages
 
