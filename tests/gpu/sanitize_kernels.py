@@ -1,6 +1,6 @@
 """Runs every op over shapes that reach each branch of the CUDA kernels once; for compute-sanitizer.
 
-    compute-sanitizer --tool memcheck python -m tests.gpu.sanitize_kernels
+    PYTHONPATH=. compute-sanitizer --tool memcheck python tests/gpu/sanitize_kernels.py
 
 Allocations go straight to the driver, so that the tools see their bounds. Results are checked by the tests;
 here only the accesses matter.

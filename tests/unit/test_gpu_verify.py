@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.gpu import verify
 from tests.gpu.verify import Step, Verification
 
@@ -131,15 +133,18 @@ def test_the_record_follows_sources_and_library(tmp_path: Path, monkeypatch: Any
 def test_every_test_of_the_folder_belongs_to_a_step() -> None:
     commands = " ".join(part for step in verify.checks() for part in step.command)
     files = {path.name for path in Path(verify.__file__).parent.glob("test_*.py")}
+    files.add("sanitize_kernels.py")
     assert files == set(re.findall(r"tests/gpu/(\w+\.py)", commands))
 
 
-def test_sanitizers_run_where_the_package_is_found() -> None:
-    # A script's own folder is on its path, the project's is not.
-    sanitizers = [step for step in verify.checks() if step.name in verify.CLEAN]
-    assert [step.command[-3:] for step in sanitizers] == (
-        [(sys.executable, "-m", "tests.gpu.sanitize_kernels")] * len(verify.CLEAN)
-    )
+def test_scripts_find_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A script's own folder is on its path, the one that it is called from is not.
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(*sys.path)\n")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    verification = Verification(tmp_path / "out", ["0"], "build")
+    root = re.escape(str(verify.ROOT))
+    assert verification.execute([Step("script", (sys.executable, str(script)), f"{root} .*/elsewhere")])
 
 
 def test_every_engine_belongs_to_one_step() -> None:
