@@ -309,7 +309,8 @@ class Attention {
       });
       const float larger = sink > maximum ? sink : maximum;
       factor = maximum == -kInfinity ? 0.0f : exp_nonpositive(maximum - larger);
-      sum = sum * factor + exp_nonpositive(sink - larger);
+      // Infinities less themselves are no number: a sink of -inf leaves a row that sees nothing as it is.
+      sum = sum * factor + (sink == larger ? 1.0f : exp_nonpositive(sink - larger));
       maximum = larger;
     }
     const float normalizer = sum > 0.0f ? factor / sum : 0.0f;

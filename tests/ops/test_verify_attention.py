@@ -207,6 +207,37 @@ def test_empty_ancestor_mask_sees_nothing(device: torch.device) -> None:
     assert (inputs.lse.view[:, 1] == -torch.inf).all()
 
 
+def test_sink_of_no_weight_beside_nothing_seen(device: torch.device) -> None:
+    """A sink of -inf is none, for a row that sees nothing as well."""
+    case = AttentionCase(windows=(2,), contexts=(20,), tree=True, sinks=FP32)
+    inputs = attention_inputs(case, device)
+    inputs.arguments["ancestor_mask"][1] = 0
+    inputs.arguments["sinks"].fill_(-torch.inf)
+    run(case, inputs)
+    check(case, inputs)
+    assert (inputs.output.view[1] == 0).all()
+
+
+def test_context_of_131072_tokens(device: torch.device) -> None:
+    """Scores are spread so far that a few tokens, anywhere in the context, make up most of a row.
+
+    With scores as of random numbers all values would nearly cancel, and any output near zero would pass.
+    """
+    case = AttentionCase(
+        windows=(3,),
+        contexts=(131072,),
+        heads=2,
+        kv_heads=1,
+        block_size=256,
+        dtype=FP32 if device.type == "cpu" else BF16,
+    )
+    inputs = attention_inputs(case, device)
+    inputs.arguments["scale"] *= 4
+    run(case, inputs)
+    check(case, inputs)
+    assert inputs.output.view[:3].abs().mean() > 0.1
+
+
 def test_chain_mask_equals_no_mask(device: torch.device) -> None:
     inputs = attention_inputs(MIXED, device)
     run(MIXED, inputs)
