@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads) slot_log_kernel(const SlotLogParams 
     const int given = __ldg(p.commit_counts + blockIdx.x);
     kept = max(p.rejected ? __ldg(p.query_start_loc + blockIdx.x + 1) - first - given : given, 1);
   }
+  if (kept >= end - first) return;  // before they are added up: a count that is none may be any number
   first += kept;
-  if (first >= end) return;
 
   const int64_t* row = reinterpret_cast<const int64_t*>(p.table + layer);
   char* cache = reinterpret_cast<char*>(__ldg(row + (value ? kValueCachePtr : kKeyCachePtr)));

@@ -126,6 +126,7 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
   check_cache("key_cache", key_cache, query, dtype, num_kv_heads, format);
   check_cache("value_cache", value_cache, query, dtype, num_kv_heads, format);
   STD_TORCH_CHECK(key_cache.size(1) == value_cache.size(1), kOp, ": key_cache and value_cache differ in block size");
+  STD_TORCH_CHECK(key_cache.size(1) > 0, kOp, ": key_cache has blocks of no tokens");
   check_vector(kOp, "query_start_loc", query_start_loc, ScalarType::Int, 1, query);
   const int64_t batch = query_start_loc.size(0) - 1;
   check_vector(kOp, "seq_lens", seq_lens, ScalarType::Int, batch, query);

@@ -14,13 +14,15 @@ SlotShape check_slots(const char* op, const Tensor& layer_table, const std::vect
                       layer_table.size(1) == kColumns && layer_table.stride(1) == 1 &&
                       (layer_table.size(0) < 2 || layer_table.stride(0) == kColumns),
                   op, ": layer_table must be a contiguous int64 CUDA tensor [layers, ", static_cast<int>(kColumns), "]");
-  STD_TORCH_CHECK(num_kv_heads > 0 && head_size > 0 && block_size > 0 && num_blocks > 0, op,
-                  ": num_kv_heads, head_size, block_size and num_blocks must be positive");
-  STD_TORCH_CHECK(!caches.empty() || layer_table.size(0) == 0, op, ": caches is empty");
+  STD_TORCH_CHECK(num_kv_heads > 0 && head_size > 0 && block_size > 0 && num_blocks >= 0, op,
+                  ": num_kv_heads, head_size and block_size must be positive, and num_blocks must not be negative");
+  const int64_t count = static_cast<int64_t>(caches.size());
+  STD_TORCH_CHECK(count == layer_table.size(0) || count == 2 * layer_table.size(0), op, ": caches has ", count,
+                  " tensors; it must have one for each of ", layer_table.size(0), " layers, or keys, then values");
   for (const Tensor& cache : caches) {
     check_device(op, "caches", cache, layer_table);
     STD_TORCH_CHECK(cache.scalar_type() == caches[0].scalar_type(), op, ": caches must have one dtype");
-    const int64_t sides = static_cast<int64_t>(caches.size()) == layer_table.size(0) ? 2 : 1;
+    const int64_t sides = count == layer_table.size(0) ? 2 : 1;
     STD_TORCH_CHECK(cache_holds(cache.numel(), sides, num_kv_heads, head_size, block_size, num_blocks), op,
                     ": caches have ", cache.numel(), " elements, too few for num_kv_heads ", num_kv_heads,
                     " x head_size ", head_size, " x block_size ", block_size, " x num_blocks ", num_blocks);
@@ -105,6 +107,8 @@ SlotLogParams slot_log_params(const char* op, const Tensor& layer_table, const s
                         num_blocks);
   if (p.shape.layers == 0) return p;
   p.element_bytes = static_cast<int>(caches[0].element_size());
+  STD_TORCH_CHECK(p.element_bytes <= 4, op, ": caches have elements of ", p.element_bytes,
+                  " bytes; they must have 1, 2 or 4");
   const int64_t token_bytes = num_kv_heads * head_size * p.element_bytes;
   check_device(op, "log", log, layer_table);
   STD_TORCH_CHECK(log.scalar_type() == ScalarType::Byte && log.dim() == 4 && log.size(0) == p.shape.layers &&
@@ -146,7 +150,7 @@ void restore_slots(Tensor layer_table, std::vector<Tensor> caches, Tensor log, T
 void check_stage(const char* name, const Tensor& tensor, const Tensor& first) {
   check_device("stage_window", name, tensor, first);
   STD_TORCH_CHECK(tensor.scalar_type() == first.scalar_type() && tensor.dim() == 3 && tensor.size(1) == first.size(1) &&
-                      tensor.size(2) == first.size(2) && tensor.stride(2) == 1,
+                      tensor.size(2) == first.size(2) && (tensor.size(2) < 2 || tensor.stride(2) == 1),
                   "stage_window: ", name, " must be [tokens, ", first.size(1), ", ", first.size(2),
                   "] with a contiguous last dimension and one dtype for all layers");
 }

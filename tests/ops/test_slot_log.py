@@ -96,6 +96,20 @@ def test_first_token_is_never_restored(device: torch.device) -> None:
             assert torch.equal(cache[slot].view(torch.uint8), old[slot].view(torch.uint8))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("count", [6, 2**30, 2**31 - 1])
+def test_more_kept_than_a_window_has_restores_nothing_on_cuda(count: int) -> None:
+    """The CPU refuses such counts; where nobody looks at them, they must not lead out of the log."""
+    inputs = slot_inputs(replace(SLOT, windows=(3, 5), counts=(3, 5)), torch.device("cuda"))
+    before = inputs.snapshots()
+    table, caches = common(inputs)
+    log = ops.make_slot_log(SLOT.layers, len(inputs.slots), SLOT.heads, SLOT.size, 2, "cuda")
+    counts = torch.full_like(inputs.commit_counts, count)
+    ops.restore_slots(table, caches, log, inputs.slots, inputs.query_start_loc, counts, **inputs.shape)
+    assert_equal(inputs, before)
+
+
 def test_layer_table_with_sources_serves_too(device: torch.device) -> None:
     inputs = slot_inputs(SLOT, device)
     logs: list[Any] = []
