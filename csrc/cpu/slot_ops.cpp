@@ -29,6 +29,39 @@ struct Move {
   int64_t row, slot;
 };
 
+// Whether as much memory as `cache` has, from where `address` lies in it, holds rows of these strides. An address
+// elsewhere is no error: torch hands copies of the caches to an op that it checks or functionalizes.
+bool fits(int64_t address, const int64_t (&stride)[4], const int64_t (&size)[4], const Tensor& cache) {
+  const int64_t bytes = static_cast<int64_t>(cache.element_size());
+  int64_t last = 0;  // element of the cache
+  for (int64_t d = 0; d < cache.dim(); ++d) last += (cache.size(d) - 1) * cache.stride(d);
+  const int64_t offset = address - static_cast<int64_t>(reinterpret_cast<intptr_t>(cache.const_data_ptr()));
+  // By subtraction and division: what stands in a table that is none may not fit into 64 bits together.
+  int64_t room = offset < 0 || offset / bytes > last ? last : last - offset / bytes;
+  for (int d = 0; d < 4; ++d) {
+    if (size[d] == 1) continue;
+    if (stride[d] < 0 || stride[d] > room / (size[d] - 1)) return false;
+    room -= stride[d] * (size[d] - 1);
+  }
+  return true;
+}
+
+// A CPU's table can be looked at for free: one that was made for another shape is an error, and no write elsewhere.
+const LayerRow* check_table(const Tensor& layer_table, const std::vector<Tensor>& caches, const SlotArguments& a,
+                            const SlotShape& shape, int64_t num_blocks) {
+  const auto* table = static_cast<const LayerRow*>(layer_table.const_data_ptr());
+  if (num_blocks == 0) return table;
+  const int64_t size[4] = {num_blocks, shape.block_size, shape.num_kv_heads, shape.head_size};
+  const size_t layers = static_cast<size_t>(a.layers), values = caches.size() - layers;
+  for (size_t i = 0; i < layers; ++i)
+    STD_TORCH_CHECK(fits(table[i].key_cache, table[i].key_cache_stride, size, caches[i]) &&
+                        fits(table[i].value_cache, table[i].value_cache_stride, size, caches[values + i]),
+                    "layer_table: layer ", i, " has places outside caches, for num_blocks ", num_blocks,
+                    " x block_size ", shape.block_size, " x num_kv_heads ", shape.num_kv_heads, " x head_size ",
+                    shape.head_size, "; wanted a table of such caches");
+  return table;
+}
+
 // Calls f(layer, row, slot) for every layer and move, in parallel.
 template <typename F>
 void for_each_move(const std::vector<Move>& moves, int64_t layers, const F& f) {
@@ -41,16 +74,21 @@ void for_each_move(const std::vector<Move>& moves, int64_t layers, const F& f) {
   });
 }
 
-// The leading rows of each window that are committed, by its count: of rows to write, or (`rejected`) to leave out.
+// How many of a window's rows are kept, by its count: of rows to keep, or (`rejected`) to leave out.
+int64_t kept_rows(const int32_t* starts, const int32_t* counts, int64_t i, bool rejected) {
+  const int64_t length = int64_t{starts[i + 1]} - starts[i];
+  STD_TORCH_CHECK(counts[i] >= 0 && counts[i] <= length, rejected ? "rejected_counts" : "commit_counts", ": element ", i,
+                  " is ", counts[i], ", but the window has ", length, " tokens");
+  return rejected ? length - counts[i] : counts[i];
+}
+
+// The leading rows of each window, those that are kept, whose slots are not negative.
 std::vector<Move> window_moves(const int32_t* starts, const int64_t* slots, const int32_t* counts, bool rejected,
                                const SlotArguments& a, int64_t block_size, int64_t num_blocks) {
   std::vector<Move> moves;
   for (int64_t i = 0; i < a.batch; ++i) {
-    const int64_t length = starts[i + 1] - starts[i];
-    STD_TORCH_CHECK(counts[i] <= length && (!rejected || counts[i] >= 0), "commit_counts: element ", i, " is ",
-                    counts[i], ", but the window has ", length, " tokens");
-    const int64_t count = rejected ? length - counts[i] : counts[i];
-    for (int64_t row = starts[i]; row < starts[i] + count; ++row) {
+    const int64_t end = starts[i] + kept_rows(starts, counts, i, rejected);
+    for (int64_t row = starts[i]; row < end; ++row) {
       check_slot(slots[row], row, block_size, num_blocks);
       if (slots[row] >= 0) moves.push_back({row, slots[row]});
     }
@@ -67,6 +105,10 @@ struct LayerScales {
 
 void commit_moves(const LayerRow* table, const std::vector<Move>& moves, int64_t layers, const SlotShape& shape,
                   Format source, Format cache, const LayerScales& k, const LayerScales& v) {
+  if (moves.empty()) return;  // as where sources have no rows, and then no address either
+  for (int64_t i = 0; i < layers; ++i)
+    STD_TORCH_CHECK(table[i].key != 0 && table[i].value != 0, "layer_table: layer ", i,
+                    " has no sources, wanted a table of make_layer_table");
   for_each_move(moves, layers, [&](int64_t layer, int64_t row, int64_t to) {
     commit_token(table[layer], shape, row, to, source, cache, k.of(layer), v.of(layer));
   });
@@ -86,6 +128,8 @@ void commit_window(Tensor layer_table, std::vector<Tensor> caches, Tensor slots,
                   "commit_counts, source_index: exactly one of them is wanted");
   const int32_t* starts = query_start_loc.const_data_ptr<int32_t>();
   const int64_t* slot = slots.const_data_ptr<int64_t>();
+  const SlotShape shape{num_kv_heads, head_size, block_size};
+  const LayerRow* table = check_table(layer_table, caches, a, shape, num_blocks);
   check_windows(starts, a);
   int64_t k_per_layer = 0, v_per_layer = 0;
   if (k_scales) k_per_layer = check_layer_scales(*k_scales, "k_scales", a.layers, num_kv_heads, layer_table);
@@ -108,8 +152,7 @@ void commit_window(Tensor layer_table, std::vector<Tensor> caches, Tensor slots,
 
   const LayerScales k{k_scales ? k_scales->const_data_ptr<float>() : nullptr, k_per_layer};
   const LayerScales v{v_scales ? v_scales->const_data_ptr<float>() : nullptr, v_per_layer};
-  commit_moves(static_cast<const LayerRow*>(layer_table.const_data_ptr()), moves, a.layers,
-               {num_kv_heads, head_size, block_size}, source, cache, k, v);
+  commit_moves(table, moves, a.layers, shape, source, cache, k, v);
 }
 
 void commit(const CommitCall& call, const int32_t* rejected) {
@@ -140,9 +183,8 @@ std::vector<Move> draft_moves(const int32_t* starts, const int64_t* slots, const
   return moves;
 }
 
-void move_slots(const Tensor& layer_table, const std::vector<Move>& moves, char* log, int64_t log_rows,
+void move_slots(const LayerRow* table, const std::vector<Move>& moves, char* log, int64_t log_rows,
                 const SlotArguments& a, const SlotShape& shape, bool to_log) {
-  const auto* table = static_cast<const LayerRow*>(layer_table.const_data_ptr());
   const int64_t token_bytes = shape.num_kv_heads * shape.head_size * a.element_bytes;
   for_each_move(moves, a.layers, [&](int64_t layer, int64_t row, int64_t slot) {
     char* key = log + (layer * 2 * log_rows + row) * token_bytes;
@@ -157,10 +199,11 @@ void log_slots(Tensor layer_table, std::vector<Tensor> caches, Tensor log, Tenso
   const SlotArguments a = check_slot_arguments(layer_table, caches, slots, query_start_loc, num_kv_heads, head_size,
                                                block_size, num_blocks);
   check_log(log, a, num_kv_heads * head_size * a.element_bytes, layer_table);
+  const SlotShape shape{num_kv_heads, head_size, block_size};
+  const LayerRow* table = check_table(layer_table, caches, a, shape, num_blocks);
   const auto moves = draft_moves(query_start_loc.const_data_ptr<int32_t>(), slots.const_data_ptr<int64_t>(), a,
                                  block_size, num_blocks, [](int64_t) { return 1; });
-  move_slots(layer_table, moves, static_cast<char*>(log.mutable_data_ptr()), log.size(2), a,
-             {num_kv_heads, head_size, block_size}, true);
+  move_slots(table, moves, static_cast<char*>(log.mutable_data_ptr()), log.size(2), a, shape, true);
 }
 
 void restore_slots(Tensor layer_table, std::vector<Tensor> caches, Tensor log, Tensor slots, Tensor query_start_loc,
@@ -172,12 +215,14 @@ void restore_slots(Tensor layer_table, std::vector<Tensor> caches, Tensor log, T
   check_vector(commit_counts, "commit_counts", ScalarType::Int, a.batch, layer_table);
   const int32_t* counts = commit_counts.const_data_ptr<int32_t>();
   const int32_t* starts = query_start_loc.const_data_ptr<int32_t>();
+  const SlotShape shape{num_kv_heads, head_size, block_size};
+  const LayerRow* table = check_table(layer_table, caches, a, shape, num_blocks);
   const auto moves = draft_moves(starts, slots.const_data_ptr<int64_t>(), a, block_size, num_blocks, [&](int64_t i) {
-    return rejected ? starts[i + 1] - starts[i] - counts[i] : counts[i];
+    return kept_rows(starts, counts, i, rejected);
   });
   // The log is only read: move_token copies out of it.
-  move_slots(layer_table, moves, const_cast<char*>(static_cast<const char*>(log.const_data_ptr())), log.size(2), a,
-             {num_kv_heads, head_size, block_size}, false);
+  move_slots(table, moves, const_cast<char*>(static_cast<const char*>(log.const_data_ptr())), log.size(2), a, shape,
+             false);
 }
 
 }  // namespace

@@ -105,7 +105,7 @@ def verify_attention(
         query_start_loc: int32 [B + 1]; request i's window is rows query_start_loc[i] to query_start_loc[i +
             1]. Windows may be empty; rows beyond query_start_loc[B] are padding and left alone.
         seq_lens: int32 [>= B], context and window together. Ignored for an empty window.
-        output: [T, Hq, D], of the source dtype, written.
+        output: [T, Hq, D], of the source dtype, written; in memory of its own.
         workspace: uint8, at least :func:`verify_attention_workspace_size` bytes, zero-filled by its creator.
         scale: factor on the logits, positive.
         max_query_len: upper bound of the window lengths in this call, 1 to 64.
@@ -130,7 +130,8 @@ def verify_attention(
 
     Raises:
         TypeError, ValueError: if an argument is wrong; the message names it, what it is and what is wanted.
-        RuntimeError: on CPU also for lengths and block numbers that point outside their tensors.
+        RuntimeError: on CPU also for lengths and block numbers that point outside their tensors, and for an
+            output in another argument's memory.
 
     """
     if validate:
@@ -257,6 +258,8 @@ def _check(
         raise ValueError(
             f"query: shape is {list(query.shape)}, wanted heads in a multiple of key's {kv_heads}"
         )
+    if heads == 0 or head_size == 0:
+        raise ValueError(f"query: shape is {list(query.shape)}, wanted at least 1 head of at least 1 element")
     checks.dtype("key", key, sources if quantized else query.dtype)
     source = key.dtype
     for name, one, count in (("key", key, kv_heads), ("value", value, kv_heads), ("output", output, heads)):
@@ -265,6 +268,7 @@ def _check(
         checks.dtype(name, one, source)
         checks.device(name, one, device)
         checks.last_contiguous(name, one)
+    checks.apart("output", output)
 
     cache_dtypes = checks.cache_dtype("kv_cache_dtype", kv_cache_dtype, source)
     checks.tensor("key_cache", key_cache, dim=4)
@@ -313,6 +317,7 @@ def _check(
         checks.device("lse", lse, device)
         checks.shape("lse", lse, (heads, tokens))
         checks.last_contiguous("lse", lse)
+        checks.apart("lse", lse)
 
     if plan is not None:
         checks.vector("plan", plan, torch.uint8, device, at_least=LIBRARIES.plan_size(device))

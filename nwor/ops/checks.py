@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 SOURCE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LARGEST_INTEGER = 2**63 - 1
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
 #: What vLLM quantizes queries to; only beside fp8 caches.
 QUANTIZED_QUERY = torch.float8_e4m3fn
 #: vLLM's names of cache formats that the ops know; "auto" stands for the dtype of the keys.
@@ -58,6 +60,20 @@ def last_contiguous(name: str, value: torch.Tensor) -> None:
         raise ValueError(f"{name}: strides are {list(value.stride())}, wanted 1 in the last dimension")
 
 
+def apart(name: str, value: torch.Tensor) -> None:
+    """Check that no two elements lie in one place, as those of an expanded tensor do: each is written."""
+    if not value.numel():
+        return
+    span = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride < span:
+            raise ValueError(
+                f"{name}: strides are {list(value.stride())} for shape {list(value.shape)},"
+                " wanted a place of its own for each element"
+            )
+        span += (size - 1) * stride
+
+
 def vector(
     name: str,
     value: Any,
@@ -84,8 +100,9 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """Check an int (bool is none) in low..high."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: is {value!r} of type {type(value).__name__}, wanted an int")
-    if value < low or (high is not None and value > high):
-        wanted = f"{low} to {high}" if high is not None else f"at least {low}"
+    most = _LARGEST_INTEGER if high is None else high
+    if not low <= value <= most:
+        wanted = f"at least {low}" if high is None and value < low else f"{low} to {most}"
         raise ValueError(f"{name}: is {value}, wanted {wanted}")
     return value
 
@@ -98,13 +115,12 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def number(name: str, value: Any, *, low: float | None = None) -> float:
-    """Check a finite float or int."""
+    """Check a float or int that is finite in float32, which the kernels compute in."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: is {value!r} of type {type(value).__name__}, wanted a number")
-    if value != value or value in (float("inf"), float("-inf")) or (low is not None and value < low):
-        raise ValueError(
-            f"{name}: is {value}, wanted a finite number" + (f" of at least {low}" if low is not None else "")
-        )
+    if not abs(value) <= _LARGEST_FLOAT or (low is not None and value < low):
+        wanted = "a finite number in float32" + (f" of at least {low}" if low is not None else "")
+        raise ValueError(f"{name}: is {value}, wanted {wanted}")
     return value
 
 

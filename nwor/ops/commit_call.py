@@ -150,12 +150,17 @@ class PreparedCommit:
                 before anything is written.
 
         """
-        if rejected.dtype is not _INT32:
+        if getattr(rejected, "dtype", None) is not _INT32:
+            checks.tensor("rejected", rejected)
             raise TypeError(f"rejected: dtype is {rejected.dtype}, wanted torch.int32")
         if rejected.numel() < self._batch or not rejected.is_contiguous():
-            raise ValueError(f"rejected: wanted at least {self._batch} contiguous elements")
+            raise ValueError(
+                f"rejected: shape is {list(rejected.shape)}, strides are {list(rejected.stride())},"
+                f" wanted at least {self._batch} contiguous elements"
+            )
         index = rejected.get_device()
-        if index != self._device:
+        # Neither a CPU nor what has no memory, such as meta tensors, has an index.
+        if index != self._device or (index < 0 and not rejected.is_cpu):
             raise ValueError(f"rejected: is on {rejected.device}, not on the layer table's device")
         stream = _current_stream(index) if index >= 0 else None
         message = self._launch(self._address, rejected.data_ptr(), stream)

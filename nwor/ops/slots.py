@@ -11,6 +11,8 @@ from nwor.ops import checks
 from nwor.ops.layer_table import COLUMNS
 from nwor.ops.registry import LIBRARIES
 
+_LARGEST_ELEMENT = 4  # bytes
+
 _commit = torch.ops.nwor.commit_window.default
 _log = torch.ops.nwor.log_slots.default
 _restore = torch.ops.nwor.restore_slots.default
@@ -65,7 +67,8 @@ def commit_window(
 
     Raises:
         TypeError, ValueError: if an argument is wrong; the message names it, what it is and what is wanted.
-        RuntimeError: on CPU also for counts, slots and rows out of range, before anything is written.
+        RuntimeError: on CPU also for counts, slots and rows out of range, for a table without sources and for
+            one of another shape, before anything is written.
 
     """
     if num_blocks is None:
@@ -122,7 +125,19 @@ def make_slot_log(
         element_size: bytes of a cache element.
         device: the caches' device.
 
+    Raises:
+        TypeError, ValueError: if a number is no int or negative; the message names it.
+
     """
+    sizes = {
+        "layers": layers,
+        "rows": rows,
+        "num_kv_heads": num_kv_heads,
+        "head_size": head_size,
+        "element_size": element_size,
+    }
+    for name, size in sizes.items():
+        checks.integer(name, size, 0)
     shape = (layers, 2, rows, num_kv_heads * head_size * element_size)
     return torch.zeros(shape, dtype=torch.uint8, device=device)
 
@@ -267,6 +282,8 @@ def _check_common(
     for i, cache in enumerate(caches):
         checks.dtype(f"caches[{i}]", cache, caches[0].dtype)
         checks.device(f"caches[{i}]", cache, device)
+        if cache.element_size() > _LARGEST_ELEMENT:
+            raise TypeError(f"caches[{i}]: dtype is {cache.dtype}, wanted one of 1, 2 or 4 bytes")
     checks.vector("slots", slots, torch.int64, device)
     checks.vector("query_start_loc", query_start_loc, torch.int32, device, at_least=1)
     checks.integer("num_kv_heads", num_kv_heads, 1)

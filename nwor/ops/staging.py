@@ -9,6 +9,9 @@ import torch
 from nwor.ops import checks
 from nwor.ops.registry import LIBRARIES
 
+#: ``kMaxStageLayers`` of the CUDA kernel.
+MOST_CUDA_LAYERS = 256
+
 _stage = torch.ops.nwor.stage_window.default
 
 
@@ -24,9 +27,10 @@ def stage_window(
     """Copy the leading rows of all layers' keys and values into tensors of the caller, in one launch.
 
     Args:
-        keys: per layer [T, Hk, D], last dimension contiguous, other strides free and per tensor.
+        keys: per layer [T, Hk, D], last dimension contiguous, other strides free and per tensor. On CUDA at
+            most 256 layers.
         values: likewise.
-        staged_keys: per layer [T', Hk, D]; rows below num_tokens are written.
+        staged_keys: per layer [T', Hk, D]; rows below num_tokens are written. Each in memory of its own.
         staged_values: likewise.
         num_tokens: int32 [1] on the device: rows to copy, at most T and T' (more is an error on CPU and cut
             on CUDA).
@@ -34,6 +38,7 @@ def stage_window(
 
     Raises:
         TypeError, ValueError: if an argument is wrong; the message names it, what it is and what is wanted.
+        RuntimeError: on CPU also for num_tokens out of range, before anything is written.
 
     """
     if validate:
@@ -55,5 +60,9 @@ def stage_window(
                 checks.dtype(f"{name}[{i}]", one, first.dtype)
                 checks.device(f"{name}[{i}]", one, first.device)
                 checks.last_contiguous(f"{name}[{i}]", one)
+                if some is staged_keys or some is staged_values:
+                    checks.apart(f"{name}[{i}]", one)
+        if first.is_cuda and layers > MOST_CUDA_LAYERS:
+            raise ValueError(f"keys: has {layers} tensors, wanted at most {MOST_CUDA_LAYERS} on CUDA")
         checks.vector("num_tokens", num_tokens, torch.int32, first.device, size=1)
     _stage(keys, values, staged_keys, staged_values, num_tokens)

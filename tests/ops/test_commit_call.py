@@ -97,6 +97,9 @@ def test_an_argument_that_does_not_fit_is_named(name: str, change: Any, error: t
 @pytest.mark.parametrize(
     ("change", "error"),
     [
+        (lambda counts: counts.tolist(), TypeError),
+        (lambda counts: None, TypeError),
+        (lambda counts: counts.to("meta"), ValueError),
         (lambda counts: counts.long(), TypeError),
         (lambda counts: counts[:-1], ValueError),
         (lambda counts: counts.repeat_interleave(2)[::2], ValueError),
@@ -119,5 +122,5 @@ def test_what_does_not_lie_in_the_cache_is_an_error_on_a_cpu() -> None:
         prepared(rejected)
     assert_equal(inputs, before)
     rejected[0] = -1
-    with pytest.raises(RuntimeError, match="commit_counts: element 0"):
+    with pytest.raises(RuntimeError, match="rejected_counts: element 0"):
         prepared(rejected)

@@ -35,12 +35,13 @@ def test_equals_reference(layers: int, num_tokens: int, dtype: torch.dtype, devi
         assert buffer.margins_untouched()
 
 
-def test_too_many_tokens_are_an_error_on_cpu() -> None:
+@pytest.mark.parametrize("count", [13, -1])
+def test_tokens_that_there_are_not_are_an_error_on_cpu(count: int) -> None:
     device = torch.device("cpu")
     buffers = staged(4, 12, device, FP32)
     views = [[buffer.view] for buffer in buffers]
     before = [buffer.raw.clone() for buffer in buffers]
-    with pytest.raises(RuntimeError, match="num_tokens: is 13, but keys has 12 rows"):
-        ops.stage_window(*views, torch.tensor([13], dtype=torch.int32))
+    with pytest.raises(RuntimeError, match=f"num_tokens: is {count}, but keys has 12 rows"):
+        ops.stage_window(*views, torch.tensor([count], dtype=torch.int32))
     for buffer, old in zip(buffers, before, strict=True):
         assert torch.equal(buffer.raw, old)
