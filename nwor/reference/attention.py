@@ -102,7 +102,8 @@ def _gather(
     cache: torch.Tensor, blocks: torch.Tensor, context: int, factor: torch.Tensor, kv_cache_dtype: str
 ) -> torch.Tensor:
     block_size = cache.shape[1]
-    rows = [cache[int(blocks[t // block_size]), t % block_size] for t in range(context)]
+    numbers = blocks.tolist()  # once: each number asked of a GPU would make the host wait
+    rows = [cache[numbers[t // block_size], t % block_size] for t in range(context)]
     if not rows:
         return torch.empty((0, *cache.shape[2:]), dtype=torch.float64, device=cache.device)
     stored = torch.stack(rows)
