@@ -77,8 +77,8 @@ void for_each_move(const std::vector<Move>& moves, int64_t layers, const F& f) {
 // How many of a window's rows are kept, by its count: of rows to keep, or (`rejected`) to leave out.
 int64_t kept_rows(const int32_t* starts, const int32_t* counts, int64_t i, bool rejected) {
   const int64_t length = int64_t{starts[i + 1]} - starts[i];
-  STD_TORCH_CHECK(counts[i] >= 0 && counts[i] <= length, rejected ? "rejected_counts" : "commit_counts", ": element ", i,
-                  " is ", counts[i], ", but the window has ", length, " tokens");
+  STD_TORCH_CHECK(counts[i] >= 0 && counts[i] <= length, rejected ? "rejected_counts" : "commit_counts", ": element ",
+                  i, " is ", counts[i], ", but the window has ", length, " tokens");
   return rejected ? length - counts[i] : counts[i];
 }
 

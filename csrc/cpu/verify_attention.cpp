@@ -118,7 +118,8 @@ void verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, 
     const char* name;
   } read[] = {{query, "query"}, {key, "key"}, {value, "value"}, {key_cache, "key_cache"}, {value_cache, "value_cache"}};
   for (const auto& [tensor, name] : read)
-    STD_TORCH_CHECK(!share_memory(output, tensor), "output: lies in the memory of ", name, ", wanted memory of its own");
+    STD_TORCH_CHECK(!share_memory(output, tensor), "output: lies in the memory of ", name,
+                    ", wanted memory of its own");
   check_vector(query_start_loc, "query_start_loc", ScalarType::Int, 1, query);
   const int64_t batch = query_start_loc.size(0) - 1;
   check_vector(seq_lens, "seq_lens", ScalarType::Int, batch, query);
