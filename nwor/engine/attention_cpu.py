@@ -145,12 +145,12 @@ class NworCPUAttentionImpl(CPUAttentionBackendImpl):
         if binding is None or attn_metadata is None or not binding.window.staging:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         assert isinstance(attn_metadata, NworCPUAttentionMetadata)
-        window = binding.attend_window(query, key, value, attn_metadata, output)
+        rest_of = NworCPUAttentionMetadata.rest
+        window = binding.attend_window(query, key, value, attn_metadata, output, rest_of)
         if window is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        requests, tokens = window
-        if tokens < attn_metadata.num_actual_tokens:
-            rest = attn_metadata.rest(requests, tokens)
+        tokens, rest = window
+        if rest is not None:
             super().forward(
                 layer, query[tokens:], key[tokens:], value[tokens:], kv_cache, rest, output[tokens:]
             )

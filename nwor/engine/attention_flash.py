@@ -113,12 +113,11 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
         if binding is None or attn_metadata is None or not binding.window.staging or quantizes:
             scales = (output_scale, output_block_scale)
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        window = binding.attend_window(query, key, value, attn_metadata, output)
+        window = binding.attend_window(query, key, value, attn_metadata, output, rest_of)
         if window is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        requests, tokens = window
-        if tokens < attn_metadata.num_actual_tokens:
-            rest = rest_of(attn_metadata, requests, tokens)
+        tokens, rest = window
+        if rest is not None:
             super().forward(
                 layer, query[tokens:], key[tokens:], value[tokens:], kv_cache, rest, output[tokens:]
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,8 +195,14 @@ class LayerBinding:
         return tokens
 
     def attend_window(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any, output: torch.Tensor
-    ) -> tuple[int, int] | None:
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+        rest_of: Callable[[Any, int, int], Any],
+    ) -> tuple[int, Any] | None:
         """Attend the leading rows of a step, which are the window's.
 
         Args:
@@ -205,14 +211,19 @@ class LayerBinding:
             value: likewise.
             metadata: the backend's metadata of the step (``block_table``, ``query_start_loc``, ``seq_lens``).
             output: [rows, num_query_heads, head_size]; the window's rows are written.
+            rest_of: makes the metadata of a step without so many leading requests and their rows.
 
         Returns:
-            How many requests and rows that were. None after an error: what was held back so far has been
-            written, and the step is a stock step from here on.
+            How many rows that were, and the metadata of those behind them; None for it where there are none.
+            None after an error: what was held back so far has been written, and the step is a stock step
+            from here on.
 
         """
         requests, tokens = self.batch.num_requests, self.batch.num_tokens
+        rest = None
         try:
+            if tokens < metadata.num_actual_tokens:
+                rest = rest_of(metadata, requests, tokens)
             self.attend(
                 query[:tokens],
                 key[:tokens],
@@ -225,7 +236,7 @@ class LayerBinding:
         except Exception as error:
             self.give_up("verify attention", error)
             return None
-        return requests, tokens
+        return tokens, rest
 
     def attend(
         self,

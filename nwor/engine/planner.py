@@ -85,6 +85,19 @@ class Planner:
         self._latest_key, self._latest = key, known
         return known
 
+    def failed(self, draft_counts: Sequence[int] | npt.NDArray[Any], error: Exception) -> KnownStep:
+        """Turn NWOR off after an error in :meth:`known`, and return a step that is written directly.
+
+        Args:
+            draft_counts: draft tokens of each request of the step.
+            error: the error.
+
+        """
+        mode = self._state.mode
+        self._state.fail("plan", error)
+        reason = "" if mode is Mode.OFF else "fault"  # in `off` the windows are direct anyway
+        return KnownStep(Treatment(mode.value, int32_bytes(draft_counts), 0, 0, outside=reason), [])
+
     def _work_out(self, query_bytes: bytes, drafts: bytes) -> KnownStep:
         state = self._state
         query_lens: list[int] = np.frombuffer(query_bytes, INT32).tolist()

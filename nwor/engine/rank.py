@@ -189,7 +189,10 @@ class Rank:
         refusal = None
         if self.window is None:
             refusal = self.state.unsupported[0] if self.state.unsupported else "fault"
-        known = self._planner.known(query_lens, draft_counts, refusal, len(request_ids) if full else 0)
+        try:
+            known = self._planner.known(query_lens, draft_counts, refusal, len(request_ids) if full else 0)
+        except Exception as error:
+            known = self._planner.failed(draft_counts, error)
         if not known.windows:
             return None
         self.state.steps += 1
@@ -284,22 +287,19 @@ class Rank:
         self.plan = None
         if plan is None or window is None or window.batch is None:
             return plan
-        if rejected.dtype is not torch.int32:
-            rejected = rejected.to(torch.int32)
         self._settle_faults(plan, window)
         check, self._check = self._check, None
         sources = dict(window.sources) if check is not None else {}
         try:
+            if rejected.dtype is not torch.int32:
+                rejected = rejected.to(torch.int32)
             if self.timer.due():
                 with self.timer:
                     window.commit(rejected)
             else:
                 window.commit(rejected)
         except Exception as error:
-            self.state.fail("commit", error)
-            window.finish_direct()
-            window.abort()
-            plan.fail()
+            self.fail_commit(plan, error)
             return plan
         if check is not None and plan.num_requests and not plan.faulty:
             check.report(self.state, sources, rejected)
@@ -309,6 +309,23 @@ class Rank:
         if plan.faulty and window.staging:
             window.finish_direct()  # staged for the sake of the graphs alone
         elif window.finished_direct and plan.num_requests:
+            plan.fail()
+
+    def fail_commit(self, plan: StepPlan, error: Exception) -> None:
+        """Turn NWOR off after an error at the commit or on the way to it; finish the batch by direct writes.
+
+        Args:
+            plan: the step's plan.
+            error: the error.
+
+        """
+        self.plan = self._check = None
+        self.state.fail("commit", error)
+        window = self.window
+        # What goes wrong after the commit, as in measuring it, finds the window closed and nothing missing.
+        if window is not None and window.batch is not None:
+            window.finish_direct()
+            window.abort()
             plan.fail()
 
     def defer(self) -> None:

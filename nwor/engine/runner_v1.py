@@ -74,8 +74,13 @@ class NworRunnerV1(NworRunner):
         plan = self.nwor.plan
         if plan is not None:
             vocabulary = self.input_batch.vocab_size
-            rejected = rejected_drafts(output.sampled_token_ids, plan.draft_counts, vocabulary)
-            self._nwor_finished = self.nwor.finish(rejected)
+            self._nwor_finished = plan
+            try:
+                rejected = rejected_drafts(output.sampled_token_ids, plan.draft_counts, vocabulary)
+            except Exception as error:  # without the counts no window can be committed
+                self.nwor.fail_commit(plan, error)
+            else:
+                self._nwor_finished = self.nwor.finish(rejected)
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:

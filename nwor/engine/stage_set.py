@@ -122,7 +122,12 @@ class StageSet(Generic[Name]):
         if sources is None or batch.early is not None or batch.copy:
             self._rank.go_direct("graph")
             return False
-        window.adopt(sources)
+        try:
+            window.adopt(sources)
+        except Exception as error:
+            self._rank.state.fail("graph", error)
+            self._rank.go_direct("fault")
+            return False
         return True
 
     def clear(self) -> None:

@@ -1,8 +1,9 @@
 """A worker extension for tests: after every verify step, compares the whole cache with what it must be.
 
 What it must be is computed by vLLM's own writer on a copy that was taken before the step: rows of accepted
-tokens and of prompts written, rows of rejected tokens left out. All bytes of all layers are compared, so a
-slot that was touched by mistake anywhere in the cache is found.
+tokens and of prompts written, rows of rejected tokens left out. A step whose window an error ended has to
+leave what stock vLLM leaves, all rows written. All bytes of all layers are compared, so a slot that was
+touched by mistake anywhere in the cache is found.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class CacheProbe(CopyWatch):
         runner = self.model_runner
         rank = runner.nwor
         self._probe: dict[str, Any] = {"steps": 0, "rejected": 0, "accepted": 0, "mixed": 0, "wrong": []}
+        # Windows of steps in which something failed, and how many of them count as written directly.
+        self._probe |= {"failed": 0, "direct": 0}
         self._written: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._layers = target_layers(runner)
         self._restore = [(rank, "begin"), (rank, "finish")]
@@ -44,6 +47,8 @@ class CacheProbe(CopyWatch):
                 self._before = {name: layer.kv_cache.clone() for name, layer in self._layers.items()}
                 self._starts = query_start_loc[: len(plan.request_ids) + 1].clone()
                 self._plan = plan
+                # A fault of this step is another object than one of a step before.
+                self._fault = rank.state.fault
             begin(plan, query_start_loc, slots)
 
         def watched_finish(rejected: torch.Tensor) -> Any:
@@ -73,18 +78,38 @@ class CacheProbe(CopyWatch):
             dropped.extend(range(end - refused, end))
             probe["rejected"] += refused
             probe["accepted"] += drafts - refused
-        off = self.model_runner.nwor.state.mode == "off"
+        fault = self.model_runner.nwor.state.fault
+        failed = plan.treatment.outside == "fault" or (fault is not None and fault is not self._fault)
+        if failed:
+            windows = sum(drafts > 0 for drafts in plan.draft_counts)
+            probe["failed"] += windows
+            probe["direct"] += windows if "fault" in (plan.treatment.inside, plan.treatment.outside) else 0
         for name, layer in self._layers.items():
             key, value, slots = self._written[name]
-            if dropped and not off:
-                slots[torch.tensor(dropped)] = -1
-            expected = self._before[name]
             stock = super(type(layer.impl), layer.impl)
-            stock.do_kv_cache_update(layer, key, value, expected, slots)
-            same = torch.equal(expected.view(torch.uint8), layer.kv_cache.view(torch.uint8))
-            if not same and len(probe["wrong"]) < 20:
-                differs = (expected.view(torch.uint8) != layer.kv_cache.view(torch.uint8)).sum()
-                probe["wrong"].append(f"step {probe['steps']}, {name}: {int(differs)} bytes differ")
+            allowed = []
+            for rejected_too in self._outcomes(failed):
+                kept = slots.clone()
+                if dropped and not rejected_too:
+                    kept[torch.tensor(dropped)] = -1
+                expected = self._before[name].clone()
+                stock.do_kv_cache_update(layer, key, value, expected, kept)
+                allowed.append(expected.view(torch.uint8))
+            real = layer.kv_cache.view(torch.uint8)
+            wrong = torch.stack([expected != real for expected in allowed]).all(dim=0)
+            if wrong.any() and len(probe["wrong"]) < 20:
+                probe["wrong"].append(f"step {probe['steps']}, {name}: {int(wrong.sum())} bytes differ")
+
+    def _outcomes(self, failed: bool) -> tuple[bool, ...]:
+        """Return whether the rows of rejected tokens are written; both where each slot may be either."""
+        plan = self._plan
+        if plan.mode == "off" or not plan.num_requests:
+            return (True,)
+        if not failed:
+            return (False,)
+        # A window that was staged is written in full. One that was written as the layers ran has lost
+        # nothing, however many of its rejected tokens were put back; nor has one whose commit is all done.
+        return (True,) if plan.faulty and plan.mode == "stage" else (False, True)
 
     def probe_stop(self) -> dict[str, Any]:
         """Stop watching and return what was seen."""
@@ -93,18 +118,3 @@ class CacheProbe(CopyWatch):
         for layer in self._layers.values():
             del layer.impl.do_kv_cache_update
         return self._probe
-
-    def break_next(self, where: str) -> None:
-        """Make the next call of a part of NWOR raise: "attend" (one layer), or "commit"."""
-        rank = self.model_runner.nwor
-        if where == "commit":
-            owner, attribute = rank.window, "commit"
-        else:
-            layers = list(target_layers(self.model_runner).values())
-            owner, attribute = layers[len(layers) // 2].impl.nwor, "attend"
-
-        def broken(*args: Any, **kwargs: Any) -> None:
-            delattr(owner, attribute)
-            raise RuntimeError(f"broken on purpose: {where}")
-
-        setattr(owner, attribute, broken)

@@ -184,21 +184,3 @@ def test_mode_switches_while_requests_run(engine: Any) -> None:
         step += 1
     assert step > 3
     assert [done[str(index)] for index in range(len(expected))] == expected
-
-
-@pytest.mark.parametrize("where", ["attend", "commit"])
-def test_a_fault_ends_in_mode_off_with_nothing_lost(engine: Any, where: str) -> None:
-    expected = _run(engine, "off", seeded=False, batch=64)
-    _set_mode(engine, "stage")
-    engine.collective_rpc("break_next", args=(where,))
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    outputs = engine.generate(_prompts(), params, use_tqdm=False)
-    assert [tuple(output.outputs[0].token_ids) for output in outputs] == expected
-    report = engine.collective_rpc("nwor_report")[0]
-    assert report["mode"] == "off"
-    assert "broken on purpose" in report["fault"]
-    assert report["counts"]["direct_windows"]["fault"] >= 1
-    _set_mode(engine, "stage")
-    assert engine.collective_rpc("nwor_report")[0]["fault"] is None

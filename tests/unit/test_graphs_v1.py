@@ -272,6 +272,24 @@ def test_a_step_whose_rows_others_of_it_read_is_written_directly(engine, monkeyp
     assert engine.toy.rank.finish(torch.zeros(2, dtype=torch.int32)).direct_reason == "graph"
 
 
+def test_an_error_on_the_way_to_a_graph_of_stage_takes_the_stock_graph(engine, monkeypatch):
+    def broken(*args: Any) -> None:
+        raise RuntimeError("not adopted")
+
+    engine.capture()
+    monkeypatch.setattr(engine.toy.window, "adopt", broken)
+    engine.step(Mode.STAGE, TWO)
+    assert engine.replays == ["stock"]
+    assert not engine.toy.window.staging
+    state = engine.toy.rank.state
+    assert (state.mode, state.fault) == (Mode.OFF, "graph: RuntimeError: not adopted")
+    plan = engine.toy.rank.finish(torch.zeros(2, dtype=torch.int32))
+    assert plan.direct_reason == "fault"
+    assert engine.toy.window.batch is None
+    record = engine.toy.rank.account(plan, [0, 0])
+    assert record.windows == {"a": ("stage", "fault", 3, 0), "b": ("stage", "fault", 1, 0)}
+
+
 @pytest.mark.parametrize("runtime", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
 def test_steps_without_a_full_graph_hand_their_windows_over_as_layers_run(engine, runtime):
     engine.capture()

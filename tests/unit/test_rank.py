@@ -85,6 +85,32 @@ def test_engine_that_cannot_stage_says_why_for_each_window():
     assert rank.state.report()["unsupported"]["reason"] == "mla"
 
 
+@pytest.mark.parametrize("mode", ["off", "stage"])
+def test_an_error_in_planning_makes_a_direct_step(monkeypatch, mode):
+    rank = _rank(mode)
+
+    def broken(*args):
+        raise RuntimeError("no plan")
+
+    monkeypatch.setattr(rank._planner, "_work_out", broken)
+    plan = rank.plan_step(["a", "p", "b"], [5, 200, 3], [4, 0, 2])
+    monkeypatch.undo()
+    assert plan is not None
+    rank.begin(plan, torch.empty(0), {})  # opens nothing
+    assert rank.finish(torch.zeros(3, dtype=torch.int32)) is plan
+    record = rank.account(plan, [2, 0, 1])
+    assert record is not None
+    reason = "" if mode == "off" else "fault"
+    assert record.windows == {"a": (mode, reason, 4, 2), "b": (mode, reason, 2, 1)}
+    assert rank.state.counts.direct_windows == ({} if mode == "off" else {"fault": 2})
+    assert rank.state.mode is Mode.OFF
+    assert rank.state.fault == "plan: RuntimeError: no plan"
+    # The next step of the same shape is planned anew.
+    after = rank.plan_step(["a", "p", "b"], [5, 200, 3], [4, 0, 2])
+    assert after is not None
+    assert (after.mode, after.direct_reason) == (Mode.OFF, None)
+
+
 def test_switch_refuses_a_mode_that_was_not_enabled():
     config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=4))
     rank = Rank(config, NworConfig.from_mapping({"mode": "off", "modes": ["off"]}), torch.device("cpu"))

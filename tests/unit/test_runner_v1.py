@@ -176,13 +176,17 @@ def test_a_step_that_fails_leaves_nothing_behind(toy, failing):
     assert record.all_windows == 2
 
 
-def test_a_failing_commit_writes_directly_and_turns_nwor_off(toy, monkeypatch):
+@pytest.mark.parametrize("failing", ["commit", "counts"])
+def test_a_failing_commit_writes_directly_and_turns_nwor_off(toy, monkeypatch, failing):
     def broken(*args: Any) -> None:
         raise RuntimeError("no launch")
 
     runner = Runner(toy, ahead=False)
     runner.execute_model(_step())
-    monkeypatch.setattr(toy.window, "commit", broken)
+    if failing == "commit":
+        monkeypatch.setattr(toy.window, "commit", broken)
+    else:
+        monkeypatch.setattr(runner_v1, "rejected_drafts", broken)
     record = record_of(runner.sample_tokens(None))
     assert runner.seen_by_drafter == list(range(11))
     assert record is not None
