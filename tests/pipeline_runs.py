@@ -21,7 +21,7 @@ def drain(llm: Any) -> None:
     """Let the steps that are under way come to their end, and the workers know which requests have."""
     core = core_of(llm)
     while core.batch_queue or core.scheduler.has_requests():
-        core.step_with_batch_queue()
+        core.step_fn()
 
 
 def counter(llm: Any, name: str) -> int:
