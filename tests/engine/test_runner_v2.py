@@ -18,9 +18,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.skipif(V2, reason="runs only besid
     [
         "test_lean_greedy_cpu.py",
         "test_exactness_cpu.py",
+        "test_faults_cpu.py",
+        "test_switches_cpu.py",
         "test_features_cpu.py",
         "test_mixed_steps_cpu.py",
         "test_pipeline_parallel.py",
+        "test_tensor_parallel_cpu.py",
     ],
 )
 def test_on_model_runner_v2(file: str) -> None:

@@ -150,6 +150,7 @@ def observe(llm: Any, what: str, mode: str, run: Callable[[], list[Any]], *, wat
     if slots is not None:
         assert slots["stray"] == 0, f"{what}: {slots['stray']} slots changed that must not"
         assert slots["unwritten"] == 0, f"{what}: {slots['unwritten']} slots of kept tokens were not written"
+        assert slots["wrong"] == 0, f"{what}: {slots['wrong']} slots do not hold what `off` writes"
         assert slots["rejected"] > 0, f"{what}: the probe saw no rejected token"
     assert scheduler._nwor_logged == set(), f"{what}: figures differ from vLLM's: {scheduler._nwor_logged}"
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

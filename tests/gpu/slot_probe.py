@@ -1,4 +1,8 @@
-"""A worker extension for tests: finds every cache slot that a verify step changed, in any kind of graph."""
+"""A worker extension for tests: finds every cache slot that a verify step changed, in any kind of graph.
+
+Slots of accepted tokens have to hold what `off` writes there, byte for byte: in `stage` what vLLM's own
+writer makes of the window's keys and values, else what vLLM's own layers had left there before the commit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ class SlotProbe(CopyWatch):
         """Watch every verify step in modes `stage` and `cow` from now on."""
         rank = self.model_runner.nwor
         self._layers = target_layers(self.model_runner)
-        self._seen: dict[str, Any] = {"steps": 0, "rejected": 0, "accepted": 0, "stray": 0, "unwritten": 0}
+        self._seen: dict[str, Any] = {"steps": 0, "rejected": 0, "accepted": 0}
+        self._seen |= {"stray": 0, "unwritten": 0, "wrong": 0}
         self._step: Any = None
         begin, finish = rank.begin, rank.finish
 
@@ -38,12 +43,35 @@ class SlotProbe(CopyWatch):
             begin(plan, query_start_loc, slots)
 
         def watched_finish(rejected: torch.Tensor) -> Any:
+            if self._step is not None:
+                self._wanted = self._written_by_off(rank.window)
             plan = finish(rejected)
             if self._step is not None:
                 self._compare(rejected)
             return plan
 
         rank.begin, rank.finish = watched_begin, watched_finish
+
+    def _written_by_off(self, window: Any) -> dict[str, torch.Tensor]:
+        """Return by layer what `off` writes for the rows of the open window batch, their layers run."""
+        plan, _, slots, _ = self._step
+        slots = slots[: plan.num_tokens]
+        wanted = {}
+        for name, layer in self._layers.items():
+            cache = layer.kv_cache
+            if window.staging:
+                cache = torch.empty_like(cache)
+                # A captured graph's rows are as many as its batch size.
+                key, value = (side[: plan.num_tokens] for side in window.sources[name])
+                stock = super(type(layer.impl), layer.impl)
+                stock.do_kv_cache_update(layer, key, value, cache, slots)
+            wanted[name] = self._lines(cache, slots)
+        return wanted
+
+    def _lines(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the bytes of some slots; of any where a slot is negative."""
+        slots, block_size = slots.clamp(min=0), cache.shape[2]
+        return cache[slots // block_size, :, slots % block_size].contiguous().view(torch.uint8)
 
     def _compare(self, rejected: torch.Tensor) -> None:
         plan, starts, rows, before = self._step
@@ -66,8 +94,11 @@ class SlotProbe(CopyWatch):
             expected = torch.zeros_like(changed)
             expected[allowed] = True
             seen["stray"] += int((changed & ~expected).sum())
-            window = rows[: plan.num_tokens][keep[: plan.num_tokens]]
-            seen["unwritten"] += int((~changed[window[window >= 0]]).sum())
+            window, kept = rows[: plan.num_tokens], keep[: plan.num_tokens]
+            kept = kept & (window >= 0)
+            seen["unwritten"] += int((~changed[window[kept]]).sum())
+            wrong = (self._lines(layer.kv_cache, window) != self._wanted[name]).flatten(1).any(dim=1)
+            seen["wrong"] += int(wrong[kept].sum())
 
     def probe_stop(self) -> dict[str, Any]:
         """Stop watching and return what was seen."""

@@ -149,6 +149,7 @@ def test_no_slot_of_a_rejected_token_changes(engine: Any, mode: str) -> None:
     print(mode, seen)
     assert seen["stray"] == 0
     assert seen["unwritten"] == 0
+    assert seen["wrong"] == 0
     assert seen["rejected"] > 100
     assert seen["accepted"] > 100
     assert engine.collective_rpc("nwor_report")[0]["fault"] is None
