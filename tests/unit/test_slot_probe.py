@@ -1,4 +1,4 @@
-"""The probe of the GPU tests finds each slot that is not what it must be: CPU tensors in the layout of GPUs."""
+"""The probe of the GPU tests finds each slot that is not what it must be; here on CPU tensors."""
 
 from __future__ import annotations
 
