@@ -15,11 +15,12 @@ import torch
 from nwor.engine.layers import target_layers
 from server import cpu_sampling  # its import mends sampling in the worker's process, as the server does
 from tests.copy_watch import CopyWatch
+from tests.engine.breaking import Breaking
 
 assert cpu_sampling.KERNEL
 
 
-class CacheProbe(CopyWatch):
+class CacheProbe(CopyWatch, Breaking):
     """Mixed into the worker by ``worker_extension_cls``; vLLM takes one such class in a process."""
 
     def runner_module(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.engine import engines
-from tests.engine.fault_probe import MESSAGE
+from tests.engine.breaking import MESSAGE
 from tests.engine.runner import V2
 
 pytestmark = pytest.mark.engine
@@ -61,7 +61,7 @@ def engine() -> Iterator[Any]:
             max_num_seqs=16,
             max_num_batched_tokens=128,
             num_gpu_blocks_override=96,
-            worker_extension_cls="tests.engine.fault_probe.FaultProbe",
+            worker_extension_cls="tests.engine.cache_probe.CacheProbe",
         )
 
 

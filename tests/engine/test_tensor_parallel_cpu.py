@@ -15,7 +15,7 @@ import pytest
 
 from tests import pipeline_runs
 from tests.engine import engines
-from tests.engine.fault_probe import MESSAGE
+from tests.engine.breaking import MESSAGE
 from tests.engine.runner import AHEAD, INHERITED, V2
 
 pytestmark = [
@@ -43,7 +43,7 @@ def engine() -> Iterator[Any]:
             max_num_seqs=16,
             max_num_batched_tokens=128,
             num_gpu_blocks_override=96,
-            worker_extension_cls="tests.engine.fault_probe.FaultProbe",
+            worker_extension_cls="tests.engine.cache_probe.CacheProbe",
         )
 
 

@@ -1,18 +1,19 @@
-"""A worker extension for tests of faults: makes one of NWOR's parts raise, once, and watches the cache."""
+"""For the probe of engine tests: makes one of NWOR's parts raise, once."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from nwor.engine.attention_cpu import NworCPUAttentionMetadataBuilder
-from tests.engine.cache_probe import CacheProbe
+from nwor.engine.layers import target_layers
 
 MESSAGE = "broken on purpose"
 
 
-class FaultProbe(CacheProbe):
-    """Mixed into the worker by ``worker_extension_cls``."""
+class Breaking:
+    """Mixed into a probe, which is mixed into the worker by ``worker_extension_cls``."""
 
+    model_runner: Any
     rank: int
 
     def break_once(self, where: str, steps: int, rank: int | None = None) -> None:
@@ -61,7 +62,7 @@ class FaultProbe(CacheProbe):
     def _part(self, part: str) -> tuple[Any, str, int]:
         """Return whose attribute a part is, its name, and how often it is called in a step."""
         rank = self.model_runner.nwor
-        window, layers = rank.window, list(self._layers.values())
+        window, layers = rank.window, list(target_layers(self.model_runner).values())
         (_, group_ops), *more = window.group_ops
         assert not more
         parts: dict[str, tuple[Any, str, int]] = {
