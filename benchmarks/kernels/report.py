@@ -111,6 +111,31 @@ def flashinfer_part(name: str, rows: Sequence[Row], origin: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def reading_part(name: str, rows: Sequence[Row], origin: str, large: float) -> str:
+    """The section of a run that has a kernel that only reads: a line for each heads, batch and context."""
+    groups: dict[tuple[str, int, int], dict[int, Row]] = {}
+    for row in rows:
+        groups.setdefault((row["heads"], row["batch"], row["context"]), {})[row["drafts"]] = row
+    groups = {cell: own for cell, own in groups.items() if "reading" in own.get(DRAFTS[0], {})}
+    lines = [
+        f"### Reading alone, {name}\n",
+        f"{origin} Microseconds per layer, in parentheses the share of the large copy's bandwidth:"
+        " a copy as large, a kernel that only reads the context, and `verify_attention`.\n",
+        "| heads | batch x context | MB | copy | only reads | "
+        + " | ".join(f"k = {drafts}" for drafts in DRAFTS)
+        + " |",
+        "|---|---|---|---|---|" + "---|" * len(DRAFTS),
+    ]
+    for (heads, batch, context), own in groups.items():
+        first = own[DRAFTS[0]]
+        moved = first["cache_bytes"]
+        times = [first["copy"], first["reading"]]
+        times += [own[drafts]["nwor"] - own[drafts]["commit"] / 32 for drafts in DRAFTS]
+        cells = [f"{time:.1f} ({100 * moved / (time * 1e-6) / large:.0f}%)" for time in times]
+        lines.append(f"| {heads} | {batch} x {context} | {moved / 1e6:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def summary_line(name: str, rows: Sequence[Row], copy: float) -> str:
     short = [r for r in rows if r["context"] <= 600]
     slower = [r for r in rows if speedup(r) < 1 - noise(r)]
@@ -177,7 +202,7 @@ def main() -> None:
         data = json.loads(path.read_text())
         copy = data["copy_bytes_per_second"]
         rows = [r for r in data["rows"] if "stock" in r]
-        fp8 = any(r["fp8"] for r in rows)
+        fp8 = any(r["fp8"] for r in data["rows"])
         spread = max((r.get("spread", 0.0) for r in rows), default=0.0)
         name = "fp8 (e4m3) cache" if fp8 else "bf16 cache"
         if spread:
@@ -188,6 +213,9 @@ def main() -> None:
         )
         if beside := [r for r in rows if any(way in r for way in FLASHINFER)]:
             parts.append(flashinfer_part(name, beside, origin))
+            continue
+        if any("reading" in r for r in data["rows"]):
+            parts.append(reading_part(name, data["rows"], origin, copy))
             continue
         groups: dict[str, list[Row]] = {}
         for row in rows:

@@ -1,12 +1,14 @@
 """Measures the grid on one GPU and writes JSON.
 
     python benchmarks/kernels/run.py --out results.json [--heads 32/8/128 ...] [--fp8] [--cells 16x600x4 ...]
-        [--flashinfer [modules]]
+        [--flashinfer [modules]] [--reading]
 
 Both ways run 32 layers in one CUDA graph, in turns of `TIMES` times; what counts is the median over all of a
 way's times, its noise half the distance between the quartiles. Needs vLLM with FlashAttention 3 for the stock
 column. `--flashinfer` adds FlashInfer's ways (flashinfer_ways.py), with modules that flashinfer_modules.py
 compiled before, or compiled now; how much each way's output differs from stock's is then noted as well.
+`--reading` adds what a kernel takes that only reads the context (reading.py), for contexts of 100 MB to 1 GB,
+in the cells with the shortest windows.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from cells import FLASHINFER, HEADS, LAYERS, Cell, grid
+from cells import DRAFTS, FLASHINFER, HEADS, LAYERS, Cell, grid
 from device import CachePool, Graph, Step, copy_bandwidth, interleaved, run_copy, run_nwor, run_stock
 
 from nwor import ops
@@ -88,6 +90,11 @@ def measure(
             attend = {"stock": stock.attend, "nwor": own.verify} | ways  # type: ignore[attr-defined]
             row["differences"] = differences(step, write, attend)
             functions |= {name: run_flashinfer(way, write) for name, way in ways.items()}
+    large = LARGE_BYTES < cell.cache_bytes_read < LARGEST_BYTES
+    if args.reading and large and cell.drafts == DRAFTS[0]:
+        from reading import run_reading
+
+        functions |= run_reading(step)
     graph_pool = torch.cuda.graph_pool_handle()
     graphs = {name: Graph(function, graph_pool) for name, function in functions.items()}
     times = interleaved(list(graphs.values()), args.turns, args.least_us, TIMES)
@@ -96,6 +103,9 @@ def measure(
         share = 1 if name == "commit" else LAYERS
         row[name] = middle / share
         row[name + "_noise"] = noise / share
+    if readers := [name for name in graphs if name.startswith("reading ")]:
+        fastest = min(readers, key=lambda name: row[name])
+        row |= {"reading": row[fastest], "reading_noise": row[fastest + "_noise"]}
     return row
 
 
@@ -124,6 +134,7 @@ def main() -> None:
     parser.add_argument("--pool-gib", type=float, default=116.0)
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--parts", action="store_true", help="also time vLLM's cache write alone")
+    parser.add_argument("--reading", action="store_true", help="also time a kernel that only reads")
     parser.add_argument(
         "--flashinfer", nargs="?", const="", metavar="MODULES", help="FlashInfer's ways as well"
     )
@@ -162,7 +173,7 @@ def main() -> None:
                 line += f" nwor {row['nwor']:9.2f} commit {row['commit']:7.2f} TB/s {bound:5.2f}"
                 if "stock" in row:
                     line += f" stock {row['stock']:9.2f} x{row['stock'] / row['nwor']:5.2f}"
-                for name in ("write", *FLASHINFER):
+                for name in ("write", "copy", "reading", *FLASHINFER):
                     if name in row:
                         line += f" {name} {row[name]:6.2f}"
                 if "differences" in row:
