@@ -77,8 +77,17 @@ class Step:
         self.dtype_name = "fp8" if cell.fp8 else "auto"
 
 
-def run_nwor(step: Step, workspace: torch.Tensor) -> Callable[[], None]:
-    """One step of nwor: plan, `verify_attention` in each layer, then one `commit_window` of every token."""
+def nothing() -> None:
+    """Stand between layers where nothing does."""
+
+
+def run_nwor(
+    step: Step, workspace: torch.Tensor, between: Callable[[], None] = nothing
+) -> Callable[[], None]:
+    """One step of nwor: plan, `verify_attention` in each layer, then one `commit_window` of every token.
+
+    `between` runs before each layer.
+    """
     cell = step.cell
     plan = ops.make_verify_plan("cuda")
     counts = torch.full((cell.batch,), cell.window, dtype=torch.int32, device="cuda")
@@ -111,6 +120,7 @@ def run_nwor(step: Step, workspace: torch.Tensor) -> Callable[[], None]:
     def run() -> None:
         make_plan()
         for layer in range(LAYERS):
+            between()
             verify(layer)
         commit()
 
@@ -120,10 +130,11 @@ def run_nwor(step: Step, workspace: torch.Tensor) -> Callable[[], None]:
     return run
 
 
-def run_stock(step: Step) -> Callable[[], None]:
+def run_stock(step: Step, between: Callable[[], None] = nothing) -> Callable[[], None]:
     """vLLM's step: `reshape_and_cache_flash`, then FlashAttention 3 with the schedule that vLLM precomputes.
 
-    With an fp8 cache vLLM quantizes the query as well; that is done beforehand and not timed, on either side.
+    `between` runs before each layer. With an fp8 cache vLLM quantizes the query as well; that is done
+    beforehand and not timed, on either side.
     """
     import vllm._custom_ops as vllm_ops
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
@@ -159,12 +170,40 @@ def run_stock(step: Step) -> Callable[[], None]:
 
     def run() -> None:
         for layer in range(LAYERS):
+            between()
             write(layer)
             attend(layer)
 
     run.write = write  # type: ignore[attr-defined]
     run.attend = attend  # type: ignore[attr-defined]
     return run
+
+
+class Product:
+    """A matrix product of `MEGABYTES`, more than the L2 cache holds, as a model has before attention.
+
+    It reads its weights through the L2 cache and runs code of its own, so what comes behind it finds neither
+    its instructions nor what it left there.
+    """
+
+    MEGABYTES = 117
+
+    def __init__(self, rows: int) -> None:
+        width = 4096
+        height = self.MEGABYTES * 1_000_000 // (2 * width) // 128 * 128
+        bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.weights = torch.randn(width, height, **bf16)
+        self.inputs = torch.randn(rows, width, **bf16)
+        self.outputs = torch.empty(rows, height, **bf16)
+
+    def __call__(self) -> None:
+        """Compute it."""
+        torch.mm(self.inputs, self.weights, out=self.outputs)
+
+    def alone(self) -> None:
+        """Compute it as often as there are layers."""
+        for _ in range(LAYERS):
+            self()
 
 
 class Graph:

@@ -136,6 +136,24 @@ def reading_part(name: str, rows: Sequence[Row], origin: str, large: float) -> s
     return "\n".join(lines) + "\n"
 
 
+def product_part(name: str, rows: Sequence[Row], origin: str) -> str:
+    """The section of a run with a matrix product before each layer: a line for each cell."""
+    lines = [
+        f"### After a matrix product, {name}\n",
+        f"{origin} Microseconds per layer, without the product's own. **Bold**: slower beyond noise.\n",
+        "| heads | batch x context, k | stock | nwor | stock / nwor |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio = f"{speedup(row):.2f} ± {noise(row):.2f}"
+        ratio = f"**{ratio}**" if speedup(row) < 1 - noise(row) else ratio
+        lines.append(
+            f"| {row['heads']} | {row['batch']} x {row['context']}, {row['drafts']} | {row['stock']:.1f}"
+            f" | {row['nwor']:.1f} | {ratio} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def summary_line(name: str, rows: Sequence[Row], copy: float) -> str:
     short = [r for r in rows if r["context"] <= 600]
     slower = [r for r in rows if speedup(r) < 1 - noise(r)]
@@ -213,6 +231,9 @@ def main() -> None:
         )
         if beside := [r for r in rows if any(way in r for way in FLASHINFER)]:
             parts.append(flashinfer_part(name, beside, origin))
+            continue
+        if any(r.get("after_product") for r in rows):
+            parts.append(product_part(name, rows, origin))
             continue
         if any("reading" in r for r in data["rows"]):
             parts.append(reading_part(name, data["rows"], origin, copy))

@@ -1,14 +1,15 @@
 """Measures the grid on one GPU and writes JSON.
 
     python benchmarks/kernels/run.py --out results.json [--heads 32/8/128 ...] [--fp8] [--cells 16x600x4 ...]
-        [--flashinfer [modules]] [--reading]
+        [--flashinfer [modules]] [--reading] [--product]
 
 Both ways run 32 layers in one CUDA graph, in turns of `TIMES` times; what counts is the median over all of a
 way's times, its noise half the distance between the quartiles. Needs vLLM with FlashAttention 3 for the stock
 column. `--flashinfer` adds FlashInfer's ways (flashinfer_ways.py), with modules that flashinfer_modules.py
 compiled before, or compiled now; how much each way's output differs from stock's is then noted as well.
 `--reading` adds what a kernel takes that only reads the context (reading.py), for contexts of 100 MB to 1 GB,
-in the cells with the shortest windows.
+in the cells with the shortest windows. `--product` puts a matrix product before each layer, as a model does,
+and takes its own time off.
 """
 
 from __future__ import annotations
@@ -23,7 +24,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from cells import DRAFTS, FLASHINFER, HEADS, LAYERS, Cell, grid
-from device import CachePool, Graph, Step, copy_bandwidth, interleaved, run_copy, run_nwor, run_stock
+from device import (
+    CachePool,
+    Graph,
+    Product,
+    Step,
+    copy_bandwidth,
+    interleaved,
+    nothing,
+    run_copy,
+    run_nwor,
+    run_stock,
+)
 
 from nwor import ops
 
@@ -68,16 +80,18 @@ def measure(
         "heads": "/".join(map(str, cell.heads)), "fp8": cell.fp8, "batch": cell.batch,
         "context": cell.context,
         "drafts": cell.drafts, "cache_bytes": cell.cache_bytes_read, "least_bytes": cell.least_bytes,
-        "flops": cell.flops, "spread": cell.spread,
+        "flops": cell.flops, "spread": cell.spread, "after_product": args.product,
     }  # fmt: skip
     step = Step(cell, cache_pool)
     row["distinct_layers"] = step.distinct if step.caches else 0
     if not step.caches:
         return row
-    own = run_nwor(step, workspace)
+    product = Product(cell.tokens) if args.product else None
+    between = product or nothing
+    own = run_nwor(step, workspace, between)
     functions = {"nwor": own, "commit": own.commit}  # type: ignore[attr-defined]
     if not args.no_stock:
-        stock = run_stock(step)
+        stock = run_stock(step, between)
         functions |= {"stock": stock}
         if args.parts:
             functions["write"] = lambda: [stock.write(i) for i in range(LAYERS)]  # type: ignore[attr-defined]
@@ -90,6 +104,8 @@ def measure(
             attend = {"stock": stock.attend, "nwor": own.verify} | ways  # type: ignore[attr-defined]
             row["differences"] = differences(step, write, attend)
             functions |= {name: run_flashinfer(way, write) for name, way in ways.items()}
+    if product is not None:
+        functions["product"] = product.alone
     large = LARGE_BYTES < cell.cache_bytes_read < LARGEST_BYTES
     if args.reading and large and cell.drafts == DRAFTS[0]:
         from reading import run_reading
@@ -103,6 +119,11 @@ def measure(
         share = 1 if name == "commit" else LAYERS
         row[name] = middle / share
         row[name + "_noise"] = noise / share
+    if product is not None:  # both ways have its time in theirs
+        for name in ("nwor", "stock"):
+            if name in row:
+                row[name] -= row["product"]
+                row[name + "_noise"] += row["product_noise"]
     if readers := [name for name in graphs if name.startswith("reading ")]:
         fastest = min(readers, key=lambda name: row[name])
         row |= {"reading": row[fastest], "reading_noise": row[fastest + "_noise"]}
@@ -134,6 +155,7 @@ def main() -> None:
     parser.add_argument("--pool-gib", type=float, default=116.0)
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--parts", action="store_true", help="also time vLLM's cache write alone")
+    parser.add_argument("--product", action="store_true", help="a matrix product before each layer")
     parser.add_argument("--reading", action="store_true", help="also time a kernel that only reads")
     parser.add_argument(
         "--flashinfer", nargs="?", const="", metavar="MODULES", help="FlashInfer's ways as well"
@@ -141,6 +163,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.no_stock and args.flashinfer is not None:
         parser.error("--flashinfer writes the cache as stock does: leave --no-stock out")
+    if args.product and (args.flashinfer is not None or args.reading):
+        parser.error("--product stands between the layers of stock and nwor only")
 
     begin = time.time()
     properties = torch.cuda.get_device_properties(0)
@@ -173,7 +197,7 @@ def main() -> None:
                 line += f" nwor {row['nwor']:9.2f} commit {row['commit']:7.2f} TB/s {bound:5.2f}"
                 if "stock" in row:
                     line += f" stock {row['stock']:9.2f} x{row['stock'] / row['nwor']:5.2f}"
-                for name in ("write", "copy", "reading", *FLASHINFER):
+                for name in ("write", "product", "copy", "reading", *FLASHINFER):
                     if name in row:
                         line += f" {name} {row[name]:6.2f}"
                 if "differences" in row:

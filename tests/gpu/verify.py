@@ -94,8 +94,11 @@ def measurements(out: Path) -> list[Step]:
         for k in ("4", "8"):
             result = str(out / f"engine-{shape}-k{k}.json")
             command = (sys.executable, "benchmarks/engine/compare.py", "--shapes", shape, "--k", k)
-            # As short as for the results in the documentation: all of them are to fit into half an hour.
-            brief = ("--run-seconds", "0.2", "--host-steps", "100")
+            # As for the results in the documentation: short, for all of them are to fit into half an hour, in
+            # contexts that the cache has room for, with graphs for 64 windows of nine tokens.
+            brief = ("--run-seconds", "0.2", "--host-steps", "100", "--most-tokens", "512")
+            if k == "8":
+                brief += ("--capture-tokens", "576")
             steps.append(
                 Step(f"speed-{shape}-k{k}", (*command, *brief, "--output", result), r".", alone=True)
             )
