@@ -1,0 +1,150 @@
+"""Where the device's time of a decode step goes, kernel by kernel, in each of NWOR's modes of one engine.
+
+    python benchmarks/engine/kernel_times.py --shape 8b --k 4 --modes off,stage --contexts 512,4096 \
+        --batches 1,16 --acceptances 0.6 --host-steps 40 --output /tmp/kernels.json
+
+Modes take turns within a cell, `--repeats` times, each time with the same requests. A profile costs time on
+the host, not in kernels; between them it may: `idle`, when no kernel runs, says less than what kernels take.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import decode
+
+#: Steps after the batch has begun that do not count, and fewest that do.
+SKIPPED, LEAST_STEPS = 6, 20
+#: Lines of a printed table, and characters of a kernel's name there.
+MOST_LINES, MOST_NAME = 12, 60
+
+#: Calls and microseconds in a step, by a kernel's name.
+Kernels = dict[str, tuple[float, float]]
+
+
+def by_name(spans: Iterable[tuple[str, float, float]], steps: int) -> tuple[Kernels, float]:
+    """Return what each kernel takes in a step, and the time in which none runs.
+
+    Args:
+        spans: name, begin and end of each kernel's run, in microseconds; in any order, they may overlap.
+        steps: steps that they are of.
+
+    """
+    calls: dict[str, int] = defaultdict(int)
+    taken: dict[str, float] = defaultdict(float)
+    idle, last = 0.0, None
+    for name, begin, end in sorted(spans, key=lambda span: span[1]):
+        calls[name] += 1
+        taken[name] += end - begin
+        if last is not None:
+            idle += max(begin - last, 0.0)
+        last = end if last is None else max(last, end)
+    return {name: (calls[name] / steps, taken[name] / steps) for name in taken}, idle / steps
+
+
+def middle(turns: Sequence[tuple[Kernels, float]]) -> tuple[Kernels, float]:
+    """Return the medians of several turns; a kernel that a turn lacks took no time in it."""
+    names = {name for kernels, _ in turns for name in kernels}
+    none = (0.0, 0.0)
+    medians = {
+        name: (
+            statistics.median(kernels.get(name, none)[0] for kernels, _ in turns),
+            statistics.median(kernels.get(name, none)[1] for kernels, _ in turns),
+        )
+        for name in names
+    }
+    return medians, statistics.median(idle for _, idle in turns)
+
+
+def table(seen: Mapping[str, tuple[Kernels, float]]) -> list[str]:
+    """Return a cell's table: totals, then the kernels that differ most between modes, microseconds a step."""
+    modes = list(seen)
+    names = {name for kernels, _ in seen.values() for name in kernels}
+
+    def taken(mode: str, name: str) -> float:
+        return seen[mode][0].get(name, (0.0, 0.0))[1]
+
+    def differs(name: str) -> float:
+        times = [taken(mode, name) for mode in modes]
+        return max(times) - min(times) if len(modes) > 1 else times[0]
+
+    lines = ["| | " + " | ".join(modes) + " |", "|---|" + "---|" * len(modes)]
+    totals = [f"{sum(time for _, time in kernels.values()):.0f}" for kernels, _ in seen.values()]
+    lines.append("| kernels | " + " | ".join(totals) + " |")
+    lines.append("| idle | " + " | ".join(f"{idle:.0f}" for _, idle in seen.values()) + " |")
+    for name in sorted(names, key=differs, reverse=True)[:MOST_LINES]:
+        cells = [
+            f"{kernels.get(name, (0.0, 0.0))[0]:.0f} x, {taken(mode, name):.1f}"
+            for mode, (kernels, _) in seen.items()
+        ]
+        lines.append(f"| `{name[:MOST_NAME]}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def profile(batch: Any, steps: int, device: str = "cuda") -> tuple[Kernels, float]:
+    """Run steps of a batch under torch's profiler; see :func:`by_name` for what is returned.
+
+    Args:
+        batch: as :class:`drive.Batch`.
+        steps: steps to run.
+        device: "cuda", or "cpu" for torch's operators there.
+
+    """
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+
+    on_gpu = device == "cuda"
+    with torch.profiler.profile(
+        activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+    ) as seen:
+        batch.run(steps)
+        if on_gpu:
+            torch.cuda.synchronize()
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in seen.events()
+        if event.device_type == kind
+    ]
+    return by_name(spans, steps)
+
+
+def main() -> None:
+    """Print and record each cell's table."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the kernels are launched in this process
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    sys.path.append(str(decode.ROOT))
+    args = decode.parse()
+    steps = max(args.host_steps, LEAST_STEPS)
+    engine = decode.Engine(args)
+    engine.start()
+    results = engine.record["kernel_times"] = []
+    for context in args.contexts:
+        for batch in args.batches:
+            for acceptance in args.acceptances:
+                engine.set_acceptance(acceptance)
+                turns: dict[str, list[tuple[Kernels, float]]] = {mode: [] for mode in engine.modes}
+                for _ in range(args.repeats):
+                    for mode in engine.modes:
+                        engine.set_mode(mode)
+                        gc.collect()
+                        with engine.batch(context, batch) as requests:
+                            requests.run(SKIPPED)
+                            turns[mode].append(profile(requests, steps))
+                seen = {mode: middle(own) for mode, own in turns.items()}
+                cell = {"context": context, "batch": batch, "acceptance": acceptance, "steps": steps}
+                results.append({**cell, "modes": {mode: list(own) for mode, own in seen.items()}})
+                engine.save()
+                print(f"\n{args.shape}, k={args.k}, {batch} x {context}, {acceptance}: us a step\n")
+                print("\n".join(table(seen)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
