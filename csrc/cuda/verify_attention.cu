@@ -8,6 +8,10 @@ namespace {
 
 constexpr size_t kAlignment = 256;
 
+#if NWOR_PROBES
+unsigned long long* probes_of_launches = nullptr;
+#endif
+
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 __global__ void hopper_probe() {}
@@ -39,6 +43,10 @@ size_t ticket_bytes(int num_sms) {
 }
 
 }  // namespace
+
+#if NWOR_PROBES
+void set_probes(unsigned long long* probes) { probes_of_launches = probes; }
+#endif
 
 // Tickets, then for two partial results per thread block: maximum, sum and weighted values of each row.
 size_t verify_workspace_bytes(int num_sms, int num_heads, int num_kv_heads, int head_size, int max_query_len) {
@@ -102,6 +110,9 @@ cudaError_t launch_verify_attention(VerifyParams params, int head_size, int max_
   params.value_token_bytes = static_cast<uint32_t>(params.value_cache_token * element);
   params.tickets = static_cast<int*>(workspace);
   params.partial_stats = reinterpret_cast<float2*>(static_cast<char*>(workspace) + ticket_bytes(num_sms));
+#if NWOR_PROBES
+  params.probes = probes_of_launches;
+#endif
   LaunchRequest request{};
   request.params = params;
   request.num_sms = num_sms;

@@ -6,6 +6,7 @@
 // nothing synchronizes the whole thread block until its share of a unit is done.
 #pragma once
 
+#include "probes.cuh"
 #include "verify_join.cuh"
 #include "verify_stream.cuh"
 
@@ -258,6 +259,7 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
   copy_async_wait<S::kStages - 2>();
   finish_query<S>(p, shared);
   __syncthreads();  // the query rows are there
+  probe(p, Station::kFirstTiles);
   int slot = 0, load_slot = S::kStages - 1;
   // All groups take as many steps where they wait for each other; a group's last one may find no tile.
   const int longest = S::kRowWarps == 1 ? stream.first : stream.first - stream.group();
@@ -303,8 +305,10 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
   extern __shared__ __align__(1024) char shared[];
   const Requests<S::kRows, S::kTile> requests{p, reinterpret_cast<int2*>(shared + S::kTableOffset)};
   Control& control = *reinterpret_cast<Control*>(shared + S::kControlOffset);
+  probe(p, Station::kBegin);
   begin_walk(p, requests, control, *reinterpret_cast<Ranking*>(shared));
   if (!control.more) return;
+  probe(p, Station::kPlanned);
 
   Stream<S> stream;
   stream.ring = smem_address(shared + S::kQueryBytes + stream.group() * S::kStages * S::kStageBytes);
@@ -322,6 +326,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     if (threadIdx.x == 0) continue_walk(p, requests, segment, next, control);
     WarpState<S> state;
     attend_segment<S>(p, segment, stream, state, shared);
+    probe(p, Station::kLastTile);
     share_stats<S>(stream.group(), stream.row(), state.minus_maximum, state.sum, space);
     __syncthreads();  // the statistics are there, and no warp reads the query rows or the ring any more
     const bool more = control.more;
@@ -330,9 +335,11 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     merge_stats<S>(p, segment, slot, space);
     add_groups<S>(p, segment, stream.group(), stream.row(), slot, state.accumulator, space);
     if (space.cluster() > 1) add_cluster<S>(p, segment, slot, space);
+    probe(p, Station::kPassedOn);
     if (!more) {
       if (control.shared.worker_count + segment.worker_count > 1)
         join_units<S>(p, control.shared, segment, control.walk.worker, space);
+      probe(p, Station::kEnd);
       return;
     }
     if (!overlap) {

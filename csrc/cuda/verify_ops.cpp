@@ -229,6 +229,12 @@ STABLE_TORCH_LIBRARY_IMPL(nwor, CUDA, m) {
   m.impl("plan_verify_attention", TORCH_BOX(&nwor::plan_verify_attention));
 }
 
+#if NWOR_PROBES
+extern "C" __attribute__((visibility("default"))) void nwor_cuda_set_probes(void* probes) {
+  nwor::set_probes(static_cast<unsigned long long*>(probes));
+}
+#endif
+
 extern "C" __attribute__((visibility("default"))) int64_t nwor_cuda_verify_plan_size(int64_t num_sms) {
   return static_cast<int64_t>(nwor::verify_plan_bytes(static_cast<int>(num_sms)));
 }

@@ -32,6 +32,7 @@ __device__ __forceinline__ void attend_one_stage(const VerifyParams& p, const Se
     fence_async_proxy();
     if (step == 0) {
       __syncthreads();  // the query rows are there, and the first keys
+      probe(p, Station::kFirstTiles);
     } else {
       barrier.sync();  // only the warpgroup's own keys are read
     }

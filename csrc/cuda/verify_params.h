@@ -68,7 +68,15 @@ struct VerifyParams {
   int part_join;          // for each part a sixteenth of so many more
   const PlanEntry* plan;  // one per thread block, or null: then each thread block plans for itself
   uint32_t plan_key;      // what a plan's entries carry if they were made for such a launch
+#if NWOR_PROBES
+  unsigned long long* probes;  // see probes.cuh
+#endif
 };
+
+#if NWOR_PROBES
+// Where launches from now on note their times; null for nowhere.
+void set_probes(unsigned long long* probes);
+#endif
 
 // Bytes of a plan for any launch on a device.
 size_t verify_plan_bytes(int num_sms);

@@ -29,6 +29,7 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
   if constexpr (S::kFp8) finish_query<S>(p, shared);
   fence_async_proxy();
   __syncthreads();  // the query rows are there, and the first keys
+  probe(p, Station::kFirstTiles);
   if (queue.exists(segment, 0)) {
     TileOperands<S> operands;
     float scores[S::kRowTiles][4];
@@ -137,8 +138,10 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
   extern __shared__ __align__(1024) char shared[];
   const Requests<S::kRows, S::kTile> requests{p, reinterpret_cast<int2*>(shared + S::kTableOffset)};
   Control& control = *reinterpret_cast<Control*>(shared + S::kControlOffset);
+  probe(p, Station::kBegin);
   begin_walk(p, requests, control, *reinterpret_cast<Ranking*>(shared));
   if (!control.more) return;
+  probe(p, Station::kPlanned);
 
   TileQueue<S> queue;
   const MergeSpace<S> space{shared};
@@ -162,6 +165,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     } else {
       attend_segment<S>(p, segment, queue, state, shared);
     }
+    probe(p, Station::kLastTile);
     share_stats<S>(4 * S::group() + S::warp(), S::first_row(), state.minus_maximum, state.sum, space);
     __syncthreads();  // the statistics are there
     const bool more = control.more;
@@ -171,9 +175,11 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     merge_stats<S>(p, segment, slot, space);
     pass_result<S>(p, segment, slot, state.accumulator, space);
     if (space.cluster() > 1) add_cluster<S>(p, segment, slot, space);
+    probe(p, Station::kPassedOn);
     if (!more) {
       if (control.shared.worker_count + segment.worker_count > 1)
         join_units<S>(p, control.shared, segment, control.walk.worker, space);
+      probe(p, Station::kEnd);
       return;
     }
     __syncthreads();  // what the next segment's tiles overwrite has been read

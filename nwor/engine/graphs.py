@@ -22,6 +22,16 @@ ForwardFn = Callable[[CUDAGraphMode], None]
 ForwardFactory = Callable[..., ForwardFn]
 
 
+def stageable(desc: BatchExecutionDescriptor, longest_window: int) -> bool:
+    """Return whether a graph's batch may consist of windows."""
+    return (
+        desc.num_ubatches <= 1
+        and desc.num_reqs is not None
+        and desc.uniform_token_count is not None
+        and 1 < desc.uniform_token_count <= longest_window
+    )
+
+
 class _CaptureBothModes(CudaGraphManager):
     """Stands behind ModelCudaGraphManager in the method order, where the forward functions pass through."""
 
@@ -51,12 +61,7 @@ class _CaptureBothModes(CudaGraphManager):
                 self.graphs, self._capture_descs = stock, stock_descs
 
     def _stageable(self, desc: BatchExecutionDescriptor) -> bool:
-        return (
-            desc.num_ubatches <= 1
-            and desc.num_reqs is not None
-            and desc.uniform_token_count is not None
-            and 1 < desc.uniform_token_count <= self.nwor.longest_window
-        )
+        return stageable(desc, self.nwor.longest_window)
 
     def _holding(self, create_forward_fn: ForwardFactory) -> ForwardFactory:
         """Keep the keys and values of a piecewise pass alive until all layers have run."""

@@ -8,7 +8,7 @@ between two sets at replay.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +22,26 @@ from nwor.window import CapturedSources, Window, WindowBatch
 
 #: What vLLM names a graph by.
 Name = TypeVar("Name", bound=Hashable)
+#: What vLLM takes a graph for at least.
+LEAST_GRAPH_BYTES = 1 << 20
+
+
+def expected_bytes(rows: Sequence[int], samples: Sequence[int], row_bytes: int) -> int:
+    """Return about what the graphs of a set will take, before there are any.
+
+    Activations share the memory of vLLM's own graphs. A layer's keys and values do not: they have to outlive
+    the layers behind it. All graphs have them in the same memory, that of the largest.
+
+    Args:
+        rows: of each graph.
+        samples: bytes that the largest of vLLM's own full graphs took; the first took those that all share.
+        row_bytes: bytes that keep the keys and values of one row, over all layers.
+
+    """
+    if not rows:
+        return 0
+    each = max(samples[-1] if len(samples) > 1 else 0, LEAST_GRAPH_BYTES)
+    return len(rows) * each + max(rows) * row_bytes
 
 
 class StageSet(Generic[Name]):

@@ -1,0 +1,116 @@
+"""Claim: what graphs of `stage` will take is added to vLLM's estimate of its own, and only where they come.
+
+Coverage: V2's runner on CUDA with vLLM's own methods, graphs and layers stood in for; which graphs count,
+other modes, engines in which nothing is staged, layers without keys and values. Whether the estimate is near
+what graphs then take, a GPU has to say.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from nwor.engine import runner_v2_gpu
+from nwor.engine.runner_v2_gpu import NworGPUModelRunnerV2
+from nwor.engine.stage_set import LEAST_GRAPH_BYTES, expected_bytes
+from nwor.engine.support import Unsupported
+from nwor.modes import Mode
+
+MIB = 1 << 20
+#: vLLM's own estimate, which the stand-in returns.
+OWN = 1000 * MIB
+
+
+def _desc(tokens: int, requests: int | None, each: int | None, ubatches: int = 1) -> Any:
+    return SimpleNamespace(
+        num_tokens=tokens, num_reqs=requests, uniform_token_count=each, num_ubatches=ubatches
+    )
+
+
+#: Three of windows of five rows; one of any batch, one of single tokens, one in parts, one of longer windows.
+FULL = [
+    _desc(40, 8, 5), _desc(20, 4, 5), _desc(5, 1, 5),
+    _desc(64, None, None), _desc(8, 8, 1), _desc(40, 8, 5, ubatches=2), _desc(48, 8, 6),
+]  # fmt: skip
+#: Two layers with four query heads and two KV heads of 64 elements: 2 * (4 + 2 * 2) * 64 numbers a row.
+IMPL = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=64)
+ROW_BYTES = 2 * 8 * 64 * 2
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made: Any = object.__new__(NworGPUModelRunnerV2)
+    made.vllm_config = SimpleNamespace(compilation_config="settings")
+    made.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    config = SimpleNamespace(modes=(Mode.OFF, Mode.STAGE))
+    made.nwor = SimpleNamespace(state=SimpleNamespace(config=config), longest_window=5)
+    made.cudagraph_manager = SimpleNamespace(
+        _capture_descs={CUDAGraphMode.FULL: FULL, CUDAGraphMode.PIECEWISE: [_desc(40, 8, 5)]},
+        _capture_mem_samples=[90 * MIB, 3 * MIB],
+    )
+    layers = {"a": SimpleNamespace(impl=IMPL), "b": SimpleNamespace(impl=IMPL), "c": SimpleNamespace()}
+    monkeypatch.setattr(runner_v2_gpu, "target_layers", lambda of: layers if of is made else {})
+    for name in ("check_engine", "check_graphs"):
+        monkeypatch.setattr(runner_v2_gpu, name, lambda *_: None)
+    monkeypatch.setattr(runner_v2_gpu, "memory_is_reused", lambda _: False)
+    # vLLM captures some graphs for their size and throws them away.
+    monkeypatch.setattr(
+        GPUModelRunner, "profile_cudagraph_memory", lambda self: self.capture_model(profile_only=True) + OWN
+    )
+    monkeypatch.setattr(GPUModelRunner, "capture_model", lambda self, *, profile_only=False: 0)
+    return made
+
+
+def test_graphs_take_what_vllms_do_and_one_set_of_keys_and_values() -> None:
+    assert expected_bytes([40, 20, 5], [90 * MIB, 3 * MIB], 7) == 3 * 3 * MIB + 40 * 7
+    # One graph says nothing of what a further one takes; vLLM takes no graph for less than this either.
+    assert expected_bytes([40, 20], [90 * MIB], 7) == 2 * LEAST_GRAPH_BYTES + 40 * 7
+    assert expected_bytes([40, 20], [90 * MIB, 10], 7) == 2 * LEAST_GRAPH_BYTES + 40 * 7
+    assert expected_bytes([], [90 * MIB, 3 * MIB], 7) == 0
+
+
+def test_added_to_vllms_estimate(runner: Any) -> None:
+    assert runner.profile_cudagraph_memory() == OWN + 3 * 3 * MIB + 40 * ROW_BYTES
+
+
+def test_nothing_is_added_where_no_graph_of_stage_comes(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise Unsupported("mla", "not here")
+
+    assert runner.profile_cudagraph_memory() > OWN
+    for name in ("check_engine", "check_graphs"):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner_v2_gpu, name, refuse)
+            assert runner.profile_cudagraph_memory() == OWN
+    with monkeypatch.context() as patch:
+        patch.setattr(runner_v2_gpu, "memory_is_reused", lambda _: True)
+        assert runner.profile_cudagraph_memory() == OWN
+    runner.cudagraph_manager._capture_descs = {CUDAGraphMode.FULL: FULL[3:]}
+    assert runner.profile_cudagraph_memory() == OWN
+    runner.cudagraph_manager._capture_descs = {CUDAGraphMode.FULL: FULL}
+    runner.nwor.state.config.modes = (Mode.OFF, Mode.COW)
+    assert runner.profile_cudagraph_memory() == OWN
+
+
+def test_an_error_is_logged_and_the_engine_starts(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, str]] = []
+    runner.nwor.state.log_once = lambda key, message: said.append((key, message))
+    monkeypatch.setattr(runner_v2_gpu, "target_layers", lambda _: {}["none"])
+    assert runner.profile_cudagraph_memory() == OWN
+    assert said == [("stage_memory", "what graphs of `stage` take is not known: KeyError('none')")]
+
+
+def test_an_engine_without_graphs_and_the_real_capture(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GPUModelRunner, "capture_model", lambda self, *, profile_only=False: 12)
+    assert runner.capture_model() == 12
+    assert runner._nwor_expected_bytes == 0
+    monkeypatch.setattr(GPUModelRunner, "profile_cudagraph_memory", lambda self: 0)
+    assert runner.profile_cudagraph_memory() == 0
