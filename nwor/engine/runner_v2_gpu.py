@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
@@ -16,6 +17,8 @@ from nwor.engine.runner_v2 import NworRunnerV2
 from nwor.engine.stage_set import expected_bytes
 from nwor.engine.support import Unsupported, check_engine, check_graphs, memory_is_reused
 from nwor.modes import Mode
+
+logger = logging.getLogger("vllm.nwor.runner")
 
 
 class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
@@ -52,9 +55,7 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             try:
                 self._nwor_expected_bytes = self._nwor_expect()
             except Exception as error:  # no reason not to start: the graphs then come on top
-                self.nwor.state.log_once(
-                    "stage_memory", f"what graphs of `stage` take is not known: {error!r}"
-                )
+                logger.warning("what the CUDA graphs of `stage` will take is not known: %r", error)
         return taken
 
     def _nwor_expect(self) -> int:

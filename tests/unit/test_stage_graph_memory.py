@@ -100,12 +100,15 @@ def test_nothing_is_added_where_no_graph_of_stage_comes(runner: Any, monkeypatch
     assert runner.profile_cudagraph_memory() == OWN
 
 
-def test_an_error_is_logged_and_the_engine_starts(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[str, str]] = []
-    runner.nwor.state.log_once = lambda key, message: said.append((key, message))
+def test_an_error_is_logged_and_the_engine_starts(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(runner_v2_gpu, "target_layers", lambda _: {}["none"])
-    assert runner.profile_cudagraph_memory() == OWN
-    assert said == [("stage_memory", "what graphs of `stage` take is not known: KeyError('none')")]
+    with caplog.at_level("WARNING", "vllm.nwor.runner"):
+        assert runner.profile_cudagraph_memory() == OWN
+    assert [record.getMessage() for record in caplog.records] == [
+        "what the CUDA graphs of `stage` will take is not known: KeyError('none')"
+    ]
 
 
 def test_an_engine_without_graphs_and_the_real_capture(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
