@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nwor.engine.plan import StepPlan, draft_rows, only, upload
+from nwor.engine.plan import StepPlan, draft_rows, only
 from nwor.modes import Mode
 from nwor.self_check import SelfCheck
 from nwor.state import RankState
@@ -144,11 +144,7 @@ class Deferral:
             alive = [request not in entry.cut_short for request in requests]
             if not any(alive):
                 return
-            rows = [kept for kept, count in zip(alive, plan.query_lens, strict=True) for _ in range(count)]
-            held = held.with_slots(
-                only(upload(rows, torch.bool, held.batch.query_start_loc.device), held.batch.slots)
-            )
-            entry.held = held
+            self._forget(held, alive, plan.query_lens)
         try:
             if entry.rejected is None:
                 raise RuntimeError("a step's counts were asked for before they were sent")
@@ -160,6 +156,21 @@ class Deferral:
         if entry.check is not None:
             entry.check.follow(held.batch)
             entry.check.report(self._state, held.sources, rejected)
+
+    @staticmethod
+    def _forget(held: HeldBatch, alive: Sequence[bool], query_lens: Sequence[int]) -> None:
+        """Take the slots of requests that were freed out of a batch, in place.
+
+        The slots are the batch's own since its drafts were told from the rest. Nothing is allocated or sent:
+        should anything else go wrong, what is then written directly has to leave these slots alone as well.
+        """
+        begin = 0
+        with torch.inference_mode():  # as they may have been made
+            for kept, count in zip(alive, query_lens, strict=True):
+                if not kept:
+                    for slots in held.batch.slots.values():
+                        slots[begin : begin + count].fill_(-1)
+                begin += count
 
     def _fail(self, entry: Deferred, error: Exception) -> None:
         self._state.fail("deferred commit", error)

@@ -211,6 +211,31 @@ def test_an_error_in_the_commit_is_a_fault(stage):
     assert "lost" in stage.state.fault
 
 
+def test_an_error_in_the_commit_leaves_blocks_with_other_owners_alone(stage):
+    def broken() -> torch.Tensor:
+        raise RuntimeError("lost")
+
+    stage.deferral.next_step(0, set())
+    stage.forward()
+    stage.hold()
+    stage.deferral.expect(broken)
+    stage.deferral.next_step(1, {"a"})
+    stage.deferral.next_step(2, set())
+    assert stage.written() == sorted([*REST, *OF_B])
+    assert "lost" in stage.state.fault
+
+
+def test_a_request_is_left_out_of_slots_made_in_inference_mode(stage):
+    with torch.inference_mode():
+        stage.deferral.next_step(0, set())
+        stage.forward()
+        stage.hold()
+    stage.deferral.expect(rejected(0, 0, 0))
+    stage.deferral.next_step(1, {"a"})
+    stage.deferral.next_step(2, set())
+    assert stage.written() == sorted([*REST, *OF_B])
+
+
 def test_an_error_while_a_batch_is_held_loses_nothing(stage, monkeypatch):
     def broken(*args: object) -> None:
         raise RuntimeError("no launch")
