@@ -26,6 +26,7 @@ MOST_LINES, MOST_NAME = 12, 60
 
 #: Calls and microseconds in a step, by a kernel's name.
 Kernels = dict[str, tuple[float, float]]
+NONE = (0.0, 0.0)
 
 
 def by_name(spans: Iterable[tuple[str, float, float]], steps: int) -> tuple[Kernels, float]:
@@ -51,14 +52,10 @@ def by_name(spans: Iterable[tuple[str, float, float]], steps: int) -> tuple[Kern
 def middle(turns: Sequence[tuple[Kernels, float]]) -> tuple[Kernels, float]:
     """Return the medians of several turns; a kernel that a turn lacks took no time in it."""
     names = {name for kernels, _ in turns for name in kernels}
-    none = (0.0, 0.0)
-    medians = {
-        name: (
-            statistics.median(kernels.get(name, none)[0] for kernels, _ in turns),
-            statistics.median(kernels.get(name, none)[1] for kernels, _ in turns),
-        )
-        for name in names
-    }
+    medians = {}
+    for name in names:
+        calls, taken = zip(*(kernels.get(name, NONE) for kernels, _ in turns), strict=True)
+        medians[name] = (statistics.median(calls), statistics.median(taken))
     return medians, statistics.median(idle for _, idle in turns)
 
 
@@ -67,11 +64,8 @@ def table(seen: Mapping[str, tuple[Kernels, float]]) -> list[str]:
     modes = list(seen)
     names = {name for kernels, _ in seen.values() for name in kernels}
 
-    def taken(mode: str, name: str) -> float:
-        return seen[mode][0].get(name, (0.0, 0.0))[1]
-
     def differs(name: str) -> float:
-        times = [taken(mode, name) for mode in modes]
+        times = [kernels.get(name, NONE)[1] for kernels, _ in seen.values()]
         return max(times) - min(times) if len(modes) > 1 else times[0]
 
     lines = ["| | " + " | ".join(modes) + " |", "|---|" + "---|" * len(modes)]
@@ -79,10 +73,8 @@ def table(seen: Mapping[str, tuple[Kernels, float]]) -> list[str]:
     lines.append("| kernels | " + " | ".join(totals) + " |")
     lines.append("| idle | " + " | ".join(f"{idle:.0f}" for _, idle in seen.values()) + " |")
     for name in sorted(names, key=differs, reverse=True)[:MOST_LINES]:
-        cells = [
-            f"{kernels.get(name, (0.0, 0.0))[0]:.0f} x, {taken(mode, name):.1f}"
-            for mode, (kernels, _) in seen.items()
-        ]
+        of_modes = (kernels.get(name, NONE) for kernels, _ in seen.values())
+        cells = [f"{calls:.0f} x, {taken:.1f}" for calls, taken in of_modes]
         lines.append(f"| `{name[:MOST_NAME]}` | " + " | ".join(cells) + " |")
     return lines
 

@@ -7,7 +7,7 @@
 Layers run in one CUDA graph as in run.py; each notes its times in a place of its own. A line has, in
 microseconds since the first thread block of the launch began, the least, the middle and the greatest over its
 thread blocks, as medians over layers and replays. `gap` is from the end of one launch to the beginning of the
-next; with `--product` the product lies in it. The device's clock ticks in steps of its own (the last column
+next; with `--product` the product lies in it. The device's clock ticks in steps of its own (the first line
 says which), so what is shorter stands in the second table, by the multiprocessors' clocks: from each station
 to the next of the same thread block. Probes take time themselves, and registers, of which kernels with many
 rows have none to spare.
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from cells import LAYERS, Cell
@@ -94,28 +95,29 @@ def line(name: str, own: Three | None) -> str:
     return f"{name:>26} " + " ".join(f"{value / 1e3:8.2f}" for value in own)
 
 
-def measure(cell: Cell, pool: CachePool, workspace: torch.Tensor, product: bool) -> list[str]:
+def measure(
+    cell: Cell,
+    pool: CachePool,
+    workspace: torch.Tensor,
+    product: bool,
+    set_probes: Callable[[int | None], None],
+) -> list[str]:
     """The lines of one cell."""
-    library = ctypes.CDLL(str(find(CUDA_LIBRARY)))
-    library.nwor_cuda_set_probes.argtypes = [ctypes.c_void_p]
     step = Step(cell, pool)
     if not step.caches:
         return ["does not fit"]
-    own = run_nwor(step, workspace)
-    between = Product(cell.tokens) if product else nothing
+    before_layer = Product(cell.tokens) if product else nothing
     blocks = 4 * torch.cuda.get_device_properties(0).multi_processor_count
     seen = torch.zeros(LAYERS, blocks, len(STATIONS), 2, dtype=torch.int64, device="cuda")
 
-    def run() -> None:
-        own.plan()  # type: ignore[attr-defined]
-        for layer in range(LAYERS):
-            between()
-            library.nwor_cuda_set_probes(seen[layer].data_ptr())
-            own.verify(layer)  # type: ignore[attr-defined]
-        own.commit()  # type: ignore[attr-defined]
+    places = itertools.cycle(seen)  # a graph's function runs more than once
 
-    graph = Graph(run, torch.cuda.graph_pool_handle()).graph
-    library.nwor_cuda_set_probes(None)
+    def between() -> None:
+        before_layer()
+        set_probes(next(places).data_ptr())
+
+    graph = Graph(run_nwor(step, workspace, between), torch.cuda.graph_pool_handle()).graph
+    set_probes(None)
     launches, inside, gaps, ticks, cycles = [], [], [], set(), []
     for replay in range(SETTLE + REPLAYS):
         if replay >= SETTLE:
@@ -160,9 +162,11 @@ def main() -> None:
     parser.add_argument("--product", action="store_true", help="a matrix product before each layer")
     parser.add_argument("--pool-gib", type=float, default=40.0)
     args = parser.parse_args()
-    library = find(CUDA_LIBRARY)
-    if library is None or not hasattr(ctypes.CDLL(str(library)), "nwor_cuda_set_probes"):
-        raise SystemExit(f"{library or CUDA_LIBRARY} was built without NWOR_PROBES; see the top of this file")
+    path = find(CUDA_LIBRARY)
+    set_probes = None if path is None else getattr(ctypes.CDLL(str(path)), "nwor_cuda_set_probes", None)
+    if set_probes is None:
+        raise SystemExit(f"{path or CUDA_LIBRARY} was built without NWOR_PROBES; see the top of this file")
+    set_probes.argtypes, set_probes.restype = [ctypes.c_void_p], None
     pool = CachePool(int(args.pool_gib * (1 << 30)), args.fp8)
     for heads in args.heads:
         size = ops.verify_attention_workspace_size("cuda", 128, *heads, 9)
@@ -171,7 +175,7 @@ def main() -> None:
             batch, context, drafts = map(int, name.split("x"))
             cell = Cell(heads, args.fp8, batch, context, drafts, args.spread)
             print(f"\n{'/'.join(map(str, heads))} {name}{' after a product' if args.product else ''}")
-            print("\n".join(measure(cell, pool, workspace, args.product)), flush=True)
+            print("\n".join(measure(cell, pool, workspace, args.product, set_probes)), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,31 +5,19 @@ Coverage: windows of one word and of two, every row and every bit. FlashInfer it
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels"
+from tests.unit import benchmark_modules
 
 
 @pytest.fixture
-def ways(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, whose neighbours are scripts that import one another by name."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    before = set(sys.modules)
-    spec = importlib.util.spec_from_file_location("benchmark_flashinfer_ways", FOLDER / "flashinfer_ways.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    for name in ("cells", "device", "flashinfer_modules"):
-        if name not in before:
-            sys.modules.pop(name, None)
+def ways() -> Iterator[Any]:
+    with benchmark_modules.imported("kernels", "flashinfer_ways") as module:
+        yield module
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 9, 32, 33, 64])

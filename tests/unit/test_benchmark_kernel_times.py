@@ -6,26 +6,20 @@ profiler on the CPU's operators. Kernels themselves run on a GPU only.
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "engine"
+from tests.unit import benchmark_modules
 
 
 @pytest.fixture
-def kernel_times(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    before = set(sys.modules)
-    yield importlib.import_module("kernel_times")
-    for name, module in list(sys.modules.items()):
-        if name not in before and str(FOLDER) in str(getattr(module, "__file__", "")):
-            del sys.modules[name]
+def kernel_times() -> Iterator[Any]:
+    with benchmark_modules.imported("engine", "kernel_times") as module:
+        yield module
 
 
 def test_runs_add_up_and_gaps_are_idle(kernel_times: Any) -> None:

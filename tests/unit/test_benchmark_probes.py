@@ -6,25 +6,19 @@ names. No GPU is needed for any of it.
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels"
+from tests.unit import benchmark_modules
 
 
 @pytest.fixture
-def probes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    before = set(sys.modules)
-    yield importlib.import_module("probes")
-    for name, module in list(sys.modules.items()):
-        if name not in before and str(FOLDER) in str(getattr(module, "__file__", "")):
-            del sys.modules[name]
+def probes() -> Iterator[Any]:
+    with benchmark_modules.imported("kernels", "probes") as module:
+        yield module
 
 
 #: Of four thread blocks: one without work, and one that was never launched.
@@ -49,7 +43,7 @@ def test_medians_over_launches(probes: Any) -> None:
 
 
 def test_stations_are_those_of_the_kernels(probes: Any) -> None:
-    source = (FOLDER.parents[1] / "csrc" / "cuda" / "probes.cuh").read_text()
+    source = (benchmark_modules.BENCHMARKS.parent / "csrc" / "cuda" / "probes.cuh").read_text()
     names = source.split("enum class Station : int { ")[1].split(" }")[0].split(", ")
     words = ["".join(f" {c.lower()}" if c.isupper() else c for c in name[1:]).strip() for name in names]
     assert tuple(words) == probes.STATIONS

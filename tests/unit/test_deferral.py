@@ -110,10 +110,12 @@ def test_what_the_scheduler_has_heard_of_is_committed_at_once(stage):
     assert stage.written() == sorted([*REST, *OF_A, 7])
 
 
-def test_a_request_freed_meanwhile_is_left_out(stage):
-    stage.deferral.next_step(0, set())
-    stage.forward()
-    stage.hold()
+@pytest.mark.parametrize("inference", [False, True], ids=["", "slots-of-inference-mode"])
+def test_a_request_freed_meanwhile_is_left_out(stage, inference):
+    with torch.inference_mode(inference):
+        stage.deferral.next_step(0, set())
+        stage.forward()
+        stage.hold()
     stage.deferral.expect(rejected(0, 0, 0))
     stage.deferral.next_step(1, {"a", "other"})
     stage.deferral.next_step(2, set())
@@ -198,42 +200,29 @@ def test_a_step_without_counts_is_written_as_stock_code_does(stage):
     assert stage.state.mode is Mode.OFF
 
 
-def test_an_error_in_the_commit_is_a_fault(stage):
-    def broken() -> torch.Tensor:
-        raise RuntimeError("lost")
+def lost() -> torch.Tensor:
+    raise RuntimeError("lost")
 
+
+def test_an_error_in_the_commit_is_a_fault(stage):
     stage.deferral.next_step(0, set())
     stage.forward()
     stage.hold()
-    stage.deferral.expect(broken)
+    stage.deferral.expect(lost)
     stage.deferral.next_step(0, set())
     assert stage.written() == list(range(10))
     assert "lost" in stage.state.fault
 
 
 def test_an_error_in_the_commit_leaves_blocks_with_other_owners_alone(stage):
-    def broken() -> torch.Tensor:
-        raise RuntimeError("lost")
-
     stage.deferral.next_step(0, set())
     stage.forward()
     stage.hold()
-    stage.deferral.expect(broken)
+    stage.deferral.expect(lost)
     stage.deferral.next_step(1, {"a"})
     stage.deferral.next_step(2, set())
     assert stage.written() == sorted([*REST, *OF_B])
     assert "lost" in stage.state.fault
-
-
-def test_a_request_is_left_out_of_slots_made_in_inference_mode(stage):
-    with torch.inference_mode():
-        stage.deferral.next_step(0, set())
-        stage.forward()
-        stage.hold()
-    stage.deferral.expect(rejected(0, 0, 0))
-    stage.deferral.next_step(1, {"a"})
-    stage.deferral.next_step(2, set())
-    assert stage.written() == sorted([*REST, *OF_B])
 
 
 def test_an_error_while_a_batch_is_held_loses_nothing(stage, monkeypatch):

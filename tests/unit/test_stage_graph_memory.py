@@ -112,8 +112,11 @@ def test_an_error_is_logged_and_the_engine_starts(
 
 
 def test_an_engine_without_graphs_and_the_real_capture(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GPUModelRunner, "capture_model", lambda self, *, profile_only=False: 12)
-    assert runner.capture_model() == 12
+    with monkeypatch.context() as patch:
+        patch.setattr(GPUModelRunner, "capture_model", lambda self, *, profile_only=False: 12)
+        assert runner.capture_model() == 12
     assert runner._nwor_expected_bytes == 0
+    assert runner.profile_cudagraph_memory() > OWN
+    # What an earlier estimate found does not stay.
     monkeypatch.setattr(GPUModelRunner, "profile_cudagraph_memory", lambda self: 0)
     assert runner.profile_cudagraph_memory() == 0
