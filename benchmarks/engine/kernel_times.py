@@ -5,6 +5,9 @@
 
 Modes take turns within a cell, `--repeats` times, each time with the same requests. A profile costs time on
 the host, not in kernels; between them it may: `idle`, when no kernel runs, says less than what kernels take.
+`kernels` adds up what each takes from its begin to its end; `step` is from the first begin to the last end.
+Under the profiler kernels run one after another that would overlap without it, as the join of
+FlashAttention's splits does with the attention before it: steps take longer, those of `off` more so.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import decode
 
@@ -29,8 +32,16 @@ Kernels = dict[str, tuple[float, float]]
 NONE = (0.0, 0.0)
 
 
-def by_name(spans: Iterable[tuple[str, float, float]], steps: int) -> tuple[Kernels, float]:
-    """Return what each kernel takes in a step, and the time in which none runs.
+class Times(NamedTuple):
+    """Of a step, in microseconds: what each kernel takes, when none runs, from first begin to last end."""
+
+    kernels: Kernels
+    idle: float
+    span: float
+
+
+def by_name(spans: Iterable[tuple[str, float, float]], steps: int) -> Times:
+    """Return the times of a step, of several that ran one after another.
 
     Args:
         spans: name, begin and end of each kernel's run, in microseconds; in any order, they may overlap.
@@ -39,47 +50,54 @@ def by_name(spans: Iterable[tuple[str, float, float]], steps: int) -> tuple[Kern
     """
     calls: dict[str, int] = defaultdict(int)
     taken: dict[str, float] = defaultdict(float)
-    idle, last = 0.0, None
-    for name, begin, end in sorted(spans, key=lambda span: span[1]):
+    ordered = sorted(spans, key=lambda span: span[1])
+    first = last = ordered[0][1] if ordered else 0.0
+    idle = 0.0
+    for name, begin, end in ordered:
         calls[name] += 1
         taken[name] += end - begin
-        if last is not None:
-            idle += max(begin - last, 0.0)
-        last = end if last is None else max(last, end)
-    return {name: (calls[name] / steps, taken[name] / steps) for name in taken}, idle / steps
+        idle += max(begin - last, 0.0)
+        last = max(last, end)
+    kernels = {name: (calls[name] / steps, taken[name] / steps) for name in taken}
+    return Times(kernels, idle / steps, (last - first) / steps)
 
 
-def middle(turns: Sequence[tuple[Kernels, float]]) -> tuple[Kernels, float]:
+def middle(turns: Sequence[Times]) -> Times:
     """Return the medians of several turns; a kernel that a turn lacks took no time in it."""
-    names = {name for kernels, _ in turns for name in kernels}
+    names = {name for turn in turns for name in turn.kernels}
     medians = {}
     for name in names:
-        calls, taken = zip(*(kernels.get(name, NONE) for kernels, _ in turns), strict=True)
+        calls, taken = zip(*(turn.kernels.get(name, NONE) for turn in turns), strict=True)
         medians[name] = (statistics.median(calls), statistics.median(taken))
-    return medians, statistics.median(idle for _, idle in turns)
+    idle, span = (statistics.median(values) for values in zip(*(turn[1:] for turn in turns), strict=True))
+    return Times(medians, idle, span)
 
 
-def table(seen: Mapping[str, tuple[Kernels, float]]) -> list[str]:
+def table(seen: Mapping[str, Times]) -> list[str]:
     """Return a cell's table: totals, then the kernels that differ most between modes, microseconds a step."""
     modes = list(seen)
-    names = {name for kernels, _ in seen.values() for name in kernels}
+    names = {name for own in seen.values() for name in own.kernels}
 
     def differs(name: str) -> float:
-        times = [kernels.get(name, NONE)[1] for kernels, _ in seen.values()]
+        times = [own.kernels.get(name, NONE)[1] for own in seen.values()]
         return max(times) - min(times) if len(modes) > 1 else times[0]
 
     lines = ["| | " + " | ".join(modes) + " |", "|---|" + "---|" * len(modes)]
-    totals = [f"{sum(time for _, time in kernels.values()):.0f}" for kernels, _ in seen.values()]
-    lines.append("| kernels | " + " | ".join(totals) + " |")
-    lines.append("| idle | " + " | ".join(f"{idle:.0f}" for _, idle in seen.values()) + " |")
+    totals = {
+        "kernels": [sum(time for _, time in own.kernels.values()) for own in seen.values()],
+        "idle": [own.idle for own in seen.values()],
+        "step": [own.span for own in seen.values()],
+    }
+    for what, times in totals.items():
+        lines.append(f"| {what} | " + " | ".join(f"{time:.0f}" for time in times) + " |")
     for name in sorted(names, key=differs, reverse=True)[:MOST_LINES]:
-        of_modes = (kernels.get(name, NONE) for kernels, _ in seen.values())
+        of_modes = (own.kernels.get(name, NONE) for own in seen.values())
         cells = [f"{calls:.0f} x, {taken:.1f}" for calls, taken in of_modes]
         lines.append(f"| `{name[:MOST_NAME]}` | " + " | ".join(cells) + " |")
     return lines
 
 
-def profile(batch: Any, steps: int, device: str = "cuda") -> tuple[Kernels, float]:
+def profile(batch: Any, steps: int, device: str = "cuda") -> Times:
     """Run steps of a batch under torch's profiler; see :func:`by_name` for what is returned.
 
     Args:
@@ -122,7 +140,7 @@ def main() -> None:
         for batch in args.batches:
             for acceptance in args.acceptances:
                 engine.set_acceptance(acceptance)
-                turns: dict[str, list[tuple[Kernels, float]]] = {mode: [] for mode in engine.modes}
+                turns: dict[str, list[Times]] = {mode: [] for mode in engine.modes}
                 for _ in range(args.repeats):
                     for mode in engine.modes:
                         engine.set_mode(mode)

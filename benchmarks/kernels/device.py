@@ -55,7 +55,9 @@ class Step:
         views = [c.transpose(1, 2).split(size, dim=-1) for c in self.caches]
         self.key_caches, self.value_caches = [v[0] for v in views], [v[1] for v in views]
         heads = query_heads + 2 * kv_heads
-        fused = torch.randn(LAYERS, cell.tokens, heads, size, device="cuda", dtype=torch.bfloat16)
+        self.fused = fused = torch.randn(
+            LAYERS, cell.tokens, heads, size, device="cuda", dtype=torch.bfloat16
+        )
         self.plain_queries = self.queries = [x[:, :query_heads] for x in fused]
         if cell.fp8:  # as vLLM quantizes them before attention
             self.queries = [q.to(torch.float8_e4m3fn) for q in self.plain_queries]
@@ -77,16 +79,16 @@ class Step:
         self.dtype_name = "fp8" if cell.fp8 else "auto"
 
 
-def nothing() -> None:
+def nothing(layer: int) -> None:
     """Stand between layers where nothing does."""
 
 
 def run_nwor(
-    step: Step, workspace: torch.Tensor, between: Callable[[], None] = nothing
+    step: Step, workspace: torch.Tensor, between: Callable[[int], None] = nothing
 ) -> Callable[[], None]:
     """One step of nwor: plan, `verify_attention` in each layer, then one `commit_window` of every token.
 
-    `between` runs before each layer.
+    `between` runs before each layer, whose number it gets.
     """
     cell = step.cell
     plan = ops.make_verify_plan("cuda")
@@ -120,7 +122,7 @@ def run_nwor(
     def run() -> None:
         make_plan()
         for layer in range(LAYERS):
-            between()
+            between(layer)
             verify(layer)
         commit()
 
@@ -130,11 +132,11 @@ def run_nwor(
     return run
 
 
-def run_stock(step: Step, between: Callable[[], None] = nothing) -> Callable[[], None]:
+def run_stock(step: Step, between: Callable[[int], None] = nothing) -> Callable[[], None]:
     """vLLM's step: `reshape_and_cache_flash`, then FlashAttention 3 with the schedule that vLLM precomputes.
 
-    `between` runs before each layer. With an fp8 cache vLLM quantizes the query as well; that is done
-    beforehand and not timed, on either side.
+    `between` runs before each layer, whose number it gets. With an fp8 cache vLLM quantizes the query as
+    well; that is done beforehand and not timed, on either side.
     """
     import vllm._custom_ops as vllm_ops
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
@@ -170,7 +172,7 @@ def run_stock(step: Step, between: Callable[[], None] = nothing) -> Callable[[],
 
     def run() -> None:
         for layer in range(LAYERS):
-            between()
+            between(layer)
             write(layer)
             attend(layer)
 
@@ -180,15 +182,17 @@ def run_stock(step: Step, between: Callable[[], None] = nothing) -> Callable[[],
 
 
 class Product:
-    """A matrix product of `MEGABYTES`, more than the L2 cache holds, as a model has before attention.
+    """What a model has before a layer's attention: a matrix product and a small kernel.
 
-    It reads its weights through the L2 cache and runs code of its own, so what comes behind it finds neither
-    its instructions nor what it left there.
+    The product reads `MEGABYTES` of weights, more than the L2 cache holds, and runs code of its own, so what
+    comes behind it finds neither its instructions nor what it left there. The small kernel, in the place of a
+    rotation, reads and writes the layer's query, key and value, which stay what they are.
     """
 
     MEGABYTES = 117
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, step: Step) -> None:
+        rows, self.fused = step.cell.tokens, step.fused
         width = 4096
         height = self.MEGABYTES * 1_000_000 // (2 * width) // 128 * 128
         bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -196,14 +200,15 @@ class Product:
         self.inputs = torch.randn(rows, width, **bf16)
         self.outputs = torch.empty(rows, height, **bf16)
 
-    def __call__(self) -> None:
-        """Compute it."""
+    def __call__(self, layer: int) -> None:
+        """Run it before a layer."""
         torch.mm(self.inputs, self.weights, out=self.outputs)
+        self.fused[layer].mul_(1.0)
 
     def alone(self) -> None:
-        """Compute it as often as there are layers."""
-        for _ in range(LAYERS):
-            self()
+        """Run it as before all layers."""
+        for layer in range(LAYERS):
+            self(layer)
 
 
 class Graph:

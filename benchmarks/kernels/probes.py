@@ -5,12 +5,12 @@
     NWOR_LIBRARY_DIR=<both libraries' folder> python benchmarks/kernels/probes.py --cells 1x4096x4 [--product]
 
 Layers run in one CUDA graph as in run.py; each notes its times in a place of its own. A line has, in
-microseconds since the first thread block of the launch began, the least, the middle and the greatest over its
-thread blocks, as medians over layers and replays. `gap` is from the end of one launch to the beginning of the
-next; with `--product` the product lies in it. The device's clock ticks in steps of its own (the first line
-says which), so what is shorter stands in the second table, by the multiprocessors' clocks: from each station
-to the next of the same thread block. Probes take time themselves, and registers, of which kernels with many
-rows have none to spare.
+microseconds since the first thread block of the launch began, the least, the middle and the greatest over
+its thread blocks, as medians over layers and replays. `gap` is from the end of one launch to the beginning
+of the next; with `--product` what it puts there lies in it. The device's clock ticks in steps of its own
+(the first line says which), so what is shorter stands in the second table, by the multiprocessors' clocks:
+from each station to the next of the same thread block. Probes take time themselves, and registers, of which
+kernels with many rows have none to spare.
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ def measure(
     step = Step(cell, pool)
     if not step.caches:
         return ["does not fit"]
-    before_layer = Product(cell.tokens) if product else nothing
+    before_layer = Product(step) if product else nothing
     blocks = 4 * torch.cuda.get_device_properties(0).multi_processor_count
     seen = torch.zeros(LAYERS, blocks, len(STATIONS), 2, dtype=torch.int64, device="cuda")
 
     places = itertools.cycle(seen)  # a graph's function runs more than once
 
-    def between() -> None:
-        before_layer()
+    def between(layer: int) -> None:
+        before_layer(layer)
         set_probes(next(places).data_ptr())
 
     graph = Graph(run_nwor(step, workspace, between), torch.cuda.graph_pool_handle()).graph
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", required=True, help="as batch x context x drafts: 16x600x4")
     parser.add_argument("--fp8", action="store_true", help="fp8_e4m3 cache instead of bf16")
     parser.add_argument("--spread", type=float, default=0.0, help="contexts that differ: 0.3 for up to 30%%")
-    parser.add_argument("--product", action="store_true", help="a matrix product before each layer")
+    parser.add_argument("--product", action="store_true", help="what a model has before each layer")
     parser.add_argument("--pool-gib", type=float, default=40.0)
     args = parser.parse_args()
     path = find(CUDA_LIBRARY)

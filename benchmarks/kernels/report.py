@@ -137,10 +137,10 @@ def reading_part(name: str, rows: Sequence[Row], origin: str, large: float) -> s
 
 
 def product_part(name: str, rows: Sequence[Row], origin: str) -> str:
-    """The section of a run with a matrix product before each layer: a line for each cell."""
+    """The section of a run with a product and a small kernel before each layer: a line for each cell."""
     lines = [
         f"### After a matrix product, {name}\n",
-        f"{origin} Microseconds per layer, without the product's own. **Bold**: slower beyond noise.\n",
+        f"{origin} Microseconds per layer, without what stands before it. **Bold**: slower beyond noise.\n",
         "| heads | batch x context, k | stock | nwor | stock / nwor |",
         "|---|---|---|---|---|",
     ]

@@ -8,8 +8,8 @@ way's times, its noise half the distance between the quartiles. Needs vLLM with 
 column. `--flashinfer` adds FlashInfer's ways (flashinfer_ways.py), with modules that flashinfer_modules.py
 compiled before, or compiled now; how much each way's output differs from stock's is then noted as well.
 `--reading` adds what a kernel takes that only reads the context (reading.py), for contexts of 100 MB to 1 GB,
-in the cells with the shortest windows. `--product` puts a matrix product before each layer, as a model does,
-and takes its own time off.
+in the cells with the shortest windows. `--product` puts a matrix product and a small kernel over query, key
+and value before each layer, as a model does, and takes their own time off.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def measure(
     row["distinct_layers"] = step.distinct if step.caches else 0
     if not step.caches:
         return row
-    product = Product(cell.tokens) if args.product else None
+    product = Product(step) if args.product else None
     between = product or nothing
     own = run_nwor(step, workspace, between)
     functions = {"nwor": own, "commit": own.commit}  # type: ignore[attr-defined]
@@ -119,7 +119,7 @@ def measure(
         share = 1 if name == "commit" else LAYERS
         row[name] = middle / share
         row[name + "_noise"] = noise / share
-    if product is not None:  # both ways have its time in theirs
+    if product is not None:  # all ways have its time in theirs
         for name in ("nwor", "stock"):
             if name in row:
                 row[name] -= row["product"]
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--pool-gib", type=float, default=116.0)
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--parts", action="store_true", help="also time vLLM's cache write alone")
-    parser.add_argument("--product", action="store_true", help="a matrix product before each layer")
+    parser.add_argument("--product", action="store_true", help="what a model has before each layer")
     parser.add_argument("--reading", action="store_true", help="also time a kernel that only reads")
     parser.add_argument(
         "--flashinfer", nargs="?", const="", metavar="MODULES", help="FlashInfer's ways as well"

@@ -112,6 +112,13 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
+// The same where nothing that was written has to be there behind it, only all have to have come: nobody waits for writes.
+__device__ __forceinline__ void cluster_meet() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
   uint32_t result = address;
 #if __CUDA_ARCH__ >= 900

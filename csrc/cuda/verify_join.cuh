@@ -76,8 +76,8 @@ __device__ __forceinline__ void add_cluster(const VerifyParams& p, const Segment
       __stcg(part_stats(p, slot, space) + row, make_float2(quad.maximum, quad.sum));
     }
   };
-  if (space.cluster() == 2) {  // each has half of all rows: two quads of a thread under way at a time
-    constexpr int kBatch = 2;
+  if (space.cluster() == 2) {  // each has half of all rows: three quads of a thread under way at a time
+    constexpr int kBatch = 3;
     const int other = space.rank() ^ 1;
 #pragma unroll 1
     for (int begin = mine.x + threadIdx.x; begin < mine.y; begin += kBatch * S::kThreads) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void add_cluster(const VerifyParams& p, const Segment
         part = cluster_load4(cluster_address(sum_address + sum_offset(i), other));
       }));
   }
-  cluster_sync();  // the others have read this block's shared memory
+  cluster_meet();  // the others have read this block's shared memory
 }
 
 // Adds up row quads of all parts that a unit's workers left in the workspace, in the workers' order. What they left is

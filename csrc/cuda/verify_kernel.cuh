@@ -299,6 +299,14 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
   copy_async_wait<0>();
 }
 
+// What begins a segment after the first: a function of its own, as in verify_wgmma.cuh.
+template <class S>
+__device__ __noinline__ Stream<S> begin_next(const VerifyParams& p, const Segment& segment, Stream<S> stream,
+                                             char* shared) {
+  begin_segment<S>(p, segment, stream, shared);
+  return stream;
+}
+
 template <class S, int kBlocksPerSm>
 __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     verify_attention_kernel(const __grid_constant__ VerifyParams p) {
@@ -330,7 +338,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     share_stats<S>(stream.group(), stream.row(), state.minus_maximum, state.sum, space);
     __syncthreads();  // the statistics are there, and no warp reads the query rows or the ring any more
     const bool more = control.more;
-    if (overlap && more) begin_segment<S>(p, next, stream, shared);
+    if (overlap && more) stream = begin_next<S>(p, next, stream, shared);
     const int slot = slot_of(segment, control.walk.worker);
     merge_stats<S>(p, segment, slot, space);
     add_groups<S>(p, segment, stream.group(), stream.row(), slot, state.accumulator, space);
@@ -344,7 +352,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     }
     if (!overlap) {
       __syncthreads();  // what the next segment's tiles overwrite has been read
-      begin_segment<S>(p, next, stream, shared);
+      stream = begin_next<S>(p, next, stream, shared);
     }
   }
 }

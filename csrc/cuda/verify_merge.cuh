@@ -15,7 +15,9 @@ struct MergeSpace {
   __device__ __forceinline__ int cluster() const {
     return reinterpret_cast<const Control*>(shared + S::kControlOffset)->walk.plan.cluster;
   }
-  __device__ __forceinline__ int rank() const { return blockIdx.x % static_cast<unsigned>(cluster()); }
+  __device__ __forceinline__ int rank() const {
+    return static_cast<int>(blockIdx.x) & (cluster() - 1);  // a power of two: clusters are of 1, 2, 4 or 8
+  }
   __device__ __forceinline__ float* ring() const { return reinterpret_cast<float*>(shared + S::kQueryBytes); }
   __device__ __forceinline__ float* sum() const { return reinterpret_cast<float*>(shared + S::kSumOffset); }
   __device__ __forceinline__ float2* stats() const { return reinterpret_cast<float2*>(shared + S::kStatsOffset); }

@@ -274,18 +274,26 @@ __global__ void __launch_bounds__(128) plan_kernel(const __grid_constant__ Verif
   if (threadIdx.x % 32 == 0) plan[block] = entry;
 }
 
+// A function of its own, as find_walk() is.
+template <int kRows, int kTile>
+__device__ __noinline__ void take_next(const VerifyParams& p, int2* table, const Segment& segment, Segment& next,
+                                       Control& control) {
+  next.request = segment.request;
+  next.work = segment.work;
+  const bool more = next_segment(p, Requests<kRows, kTile>{p, table}, control.walk, next);
+  if (more && segment.worker_count > 1) control.shared = segment;
+  control.more = more;
+}
+
 // The segment after `segment`. Called by the first thread.
 template <int kRows, int kTile>
 __device__ __forceinline__ void continue_walk(const VerifyParams& p, const Requests<kRows, kTile>& requests,
                                               const Segment& segment, Segment& next, Control& control) {
-  bool more = control.walk.position < control.walk.end;
-  if (more) {
-    next.request = segment.request;
-    next.work = segment.work;
-    more = next_segment(p, requests, control.walk, next);
+  if (control.walk.position < control.walk.end) {
+    take_next<kRows, kTile>(p, requests.table, segment, next, control);
+  } else {
+    control.more = false;
   }
-  if (more && segment.worker_count > 1) control.shared = segment;
-  control.more = more;
 }
 
 }  // namespace nwor

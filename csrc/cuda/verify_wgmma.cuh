@@ -131,6 +131,23 @@ __device__ __forceinline__ void pass_result(const VerifyParams& p, const Segment
   }
 }
 
+// What begins a segment after the first: functions of their own, with the queue by value, so that the end of a launch
+// follows its loop in memory. In a model other kernels drive a launch's instructions out of the caches, and for each place
+// where they do not follow one another it waits for memory.
+template <class S>
+__device__ __noinline__ TileQueue<S> begin_next(const VerifyParams& p, const Segment& segment, char* shared) {
+  TileQueue<S> queue;
+  queue.begin(p, segment, shared);
+  return queue;
+}
+
+template <class S>
+__device__ __noinline__ void load_rest(const VerifyParams& p, const Segment& segment, TileQueue<S> queue, char* shared) {
+  const MergeSpace<S> space{shared};
+  queue.load_last(p, segment, shared);
+  load_window<S>(p, segment, S::fill_thread(), space);
+}
+
 template <class S, int kBlocksPerSm>
 __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     verify_warpgroup_kernel(const __grid_constant__ VerifyParams p) {
@@ -170,7 +187,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     __syncthreads();  // the statistics are there
     const bool more = control.more;
     const bool overlap = S::kOverlap && space.cluster() == 1;
-    if (overlap && more) queue.begin(p, next, shared);
+    if (overlap && more) queue = begin_next<S>(p, next, shared);
     const int slot = slot_of(segment, control.walk.worker);
     merge_stats<S>(p, segment, slot, space);
     pass_result<S>(p, segment, slot, state.accumulator, space);
@@ -183,9 +200,8 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
       return;
     }
     __syncthreads();  // what the next segment's tiles overwrite has been read
-    if (!overlap) queue.begin(p, next, shared);
-    queue.load_last(p, next, shared);
-    load_window<S>(p, next, S::fill_thread(), space);
+    if (!overlap) queue = begin_next<S>(p, next, shared);
+    load_rest<S>(p, next, queue, shared);
   }
 #endif
 }
