@@ -119,7 +119,7 @@ def measure(
         share = 1 if name == "commit" else LAYERS
         row[name] = middle / share
         row[name + "_noise"] = noise / share
-    if product is not None:  # all ways have its time in theirs
+    if product is not None:  # both ways have its time in theirs
         for name in ("nwor", "stock"):
             if name in row:
                 row[name] -= row["product"]

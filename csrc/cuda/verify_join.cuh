@@ -108,7 +108,8 @@ __device__ __forceinline__ void add_cluster(const VerifyParams& p, const Segment
         part = cluster_load4(cluster_address(sum_address + sum_offset(i), other));
       }));
   }
-  cluster_meet();  // the others have read this block's shared memory
+  // The others have read this block's shared memory: what they passed on came of it, and was stored before they came.
+  cluster_meet();
 }
 
 // Adds up row quads of all parts that a unit's workers left in the workspace, in the workers' order. What they left is

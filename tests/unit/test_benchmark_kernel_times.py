@@ -73,6 +73,5 @@ def test_profile_of_operators(kernel_times: Any) -> None:
     kernels, idle, span = kernel_times.profile(SimpleNamespace(run=run), 5, "cpu")
     calls, taken = kernels["aten::mm"]
     assert calls == 1
-    assert taken > 0
-    assert idle >= 0
-    assert span > 0
+    assert 0 < taken <= span  # runs of one operator, one after another
+    assert 0 <= idle < span
