@@ -9,6 +9,8 @@ from cells import BLOCK_SIZE, LAYERS, Cell
 
 from nwor import ops
 
+#: Where everything lies.
+DEVICE = "cuda"
 #: Replays that do not count take so long before those that do, with graphs shorter than `LONG_US` and longer.
 SETTLE_US, LONG_SETTLE_US = 12_000.0, 200_000.0
 LONG_US = 3000.0
@@ -20,8 +22,8 @@ class CachePool:
     def __init__(self, bytes_: int, fp8: bool) -> None:
         self.fp8 = fp8
         self.bytes = bytes_ // 4096 * 4096
-        self.storage = torch.empty(self.bytes, dtype=torch.uint8, device="cuda")
-        numbers = torch.randn(16 << 20, device="cuda")
+        self.storage = torch.empty(self.bytes, dtype=torch.uint8, device=DEVICE)
+        numbers = torch.randn(16 << 20, device=DEVICE)
         tile = numbers.to(torch.float8_e4m3fn if fp8 else torch.bfloat16).view(torch.uint8)
         for begin in range(0, self.bytes, tile.numel()):
             part = self.storage[begin : begin + tile.numel()]
@@ -56,26 +58,26 @@ class Step:
         self.key_caches, self.value_caches = [v[0] for v in views], [v[1] for v in views]
         heads = query_heads + 2 * kv_heads
         self.fused = fused = torch.randn(
-            LAYERS, cell.tokens, heads, size, device="cuda", dtype=torch.bfloat16
+            LAYERS, cell.tokens, heads, size, device=DEVICE, dtype=torch.bfloat16
         )
         self.plain_queries = self.queries = [x[:, :query_heads] for x in fused]
         if cell.fp8:  # as vLLM quantizes them before attention
             self.queries = [q.to(torch.float8_e4m3fn) for q in self.plain_queries]
         self.keys = [x[:, query_heads : query_heads + kv_heads] for x in fused]
         self.values = [x[:, query_heads + kv_heads :] for x in fused]
-        self.output = torch.empty(cell.tokens, query_heads, size, device="cuda", dtype=torch.bfloat16)
+        self.output = torch.empty(cell.tokens, query_heads, size, device=DEVICE, dtype=torch.bfloat16)
         #: Blocks of all requests, one after the other's.
-        self.blocks = torch.randperm(cell.blocks, device="cuda").to(torch.int32)
+        self.blocks = torch.randperm(cell.blocks, device=DEVICE).to(torch.int32)
         own = self.blocks.split(cell.block_counts)
         self.block_table = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
-        contexts = torch.tensor(cell.contexts, device="cuda")
-        int32 = {"dtype": torch.int32, "device": "cuda"}
+        contexts = torch.tensor(cell.contexts, device=DEVICE)
+        int32 = {"dtype": torch.int32, "device": DEVICE}
         self.query_start_loc = torch.arange(0, cell.tokens + 1, cell.window, **int32)
         self.seq_lens = (contexts + cell.window).to(torch.int32)
-        positions = contexts[:, None] + torch.arange(cell.window, device="cuda")
+        positions = contexts[:, None] + torch.arange(cell.window, device=DEVICE)
         blocks = self.block_table.gather(1, positions // BLOCK_SIZE).long()
         self.slots = (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).reshape(-1).contiguous()
-        self.one = torch.ones(1, device="cuda")
+        self.one = torch.ones(1, device=DEVICE)
         self.dtype_name = "fp8" if cell.fp8 else "auto"
 
 
@@ -91,15 +93,15 @@ def run_nwor(
     `between` runs before each layer, whose number it gets.
     """
     cell = step.cell
-    plan = ops.make_verify_plan("cuda")
-    counts = torch.full((cell.batch,), cell.window, dtype=torch.int32, device="cuda")
+    plan = ops.make_verify_plan(DEVICE)
+    counts = torch.full((cell.batch,), cell.window, dtype=torch.int32, device=DEVICE)
     table = ops.make_layer_table(step.keys, step.values, step.key_caches, step.value_caches)
-    scales = torch.ones(LAYERS, device="cuda") if cell.fp8 else None
+    scales = torch.ones(LAYERS, device=DEVICE) if cell.fp8 else None
     scale = step.one if cell.fp8 else None
 
     def commit() -> None:
         torch.ops.nwor.commit_window(
-            table, step.caches[: step.distinct], step.slots, step.query_start_loc, counts, None,
+            table, step.caches, step.slots, step.query_start_loc, counts, None,
             cell.heads[1], cell.heads[2], BLOCK_SIZE, cell.blocks, torch.bfloat16, step.dtype_name,
             scales, scales,
         )  # fmt: skip
@@ -195,7 +197,7 @@ class Product:
         rows, self.fused = step.cell.tokens, step.fused
         width = 4096
         height = self.MEGABYTES * 1_000_000 // (2 * width) // 128 * 128
-        bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+        bf16 = {"dtype": torch.bfloat16, "device": DEVICE}
         self.weights = torch.randn(width, height, **bf16)
         self.inputs = torch.randn(rows, width, **bf16)
         self.outputs = torch.empty(rows, height, **bf16)
@@ -274,7 +276,7 @@ def run_copy(pool: CachePool, moved: int) -> Callable[[], None]:
 
 def copy_bandwidth() -> float:
     """Bytes per second, read and written, of a device-to-device copy of 4 GiB."""
-    source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
+    source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     target.copy_(source)
     best = []

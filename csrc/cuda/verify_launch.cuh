@@ -59,21 +59,25 @@ inline cudaLaunchConfig_t launch_config(int blocks, int threads, int shared_byte
 
 using Kernel = void (*)(VerifyParams);
 
+// `many`: for a launch of more units than thread blocks.
 template <class S, int kBlocksPerSm>
-constexpr Kernel kernel_of() {
+constexpr Kernel kernel_of(bool many) {
   if constexpr (S::kTile == kTileTokens) {
     return verify_attention_kernel<S, kBlocksPerSm>;
   } else {
-    return verify_warpgroup_kernel<S, kBlocksPerSm>;
+    return many ? verify_warpgroup_kernel<S, kBlocksPerSm, true> : verify_warpgroup_kernel<S, kBlocksPerSm, false>;
   }
 }
 
 template <class S, int kBlocksPerSm>
 Residency find_residency(const LaunchRequest& request) {
   Residency found;
-  const Kernel kernel = kernel_of<S, kBlocksPerSm>();
-  found.status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
-  if (found.status != cudaSuccess) return found;
+  // Both kernels have as much shared memory, and registers within the same bounds: as many thread blocks are resident.
+  const Kernel kernel = kernel_of<S, kBlocksPerSm>(false);
+  for (const Kernel either : {kernel, kernel_of<S, kBlocksPerSm>(true)}) {
+    found.status = cudaFuncSetAttribute(either, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+    if (found.status != cudaSuccess) return found;
+  }
   found.status =
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found.blocks, kernel, S::kThreads, S::kSharedBytes);
   if (found.status != cudaSuccess) return found;
@@ -116,7 +120,8 @@ cudaError_t launch(const LaunchRequest& request) {
 
   VerifyParams p = request.params;
   const int64_t chunks = (request.rows + S::kRows - 1) / S::kRows;
-  p.cluster = choose_cluster(residency, chunks * p.batch * p.num_kv_heads);
+  const int64_t units = chunks * p.batch * p.num_kv_heads;
+  p.cluster = choose_cluster(residency, units);
   p.clusters = residency.clusters[p.cluster];
   const int blocks = p.clusters * p.cluster;
   p.by_blocks = Divisor(blocks);
@@ -136,7 +141,7 @@ cudaError_t launch(const LaunchRequest& request) {
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config =
       launch_config(blocks, S::kThreads, S::kSharedBytes, p.cluster, &attribute, request.stream);
-  return cudaLaunchKernelEx(&config, kernel_of<S, kBlocksPerSm>(), p);
+  return cudaLaunchKernelEx(&config, kernel_of<S, kBlocksPerSm>(units > blocks), p);
 }
 
 // A Shape and how many blocks of it share a multiprocessor.

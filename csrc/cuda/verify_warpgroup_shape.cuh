@@ -31,10 +31,12 @@ struct WarpgroupShape {
   static constexpr bool kFp8Query = kKind == Kind::kFp8Query;
   static constexpr bool kExpandsQuery = false;
   static constexpr bool kFp8 = kKind == Kind::kFp8 || kFp8Query;
-  // An fp8 cache's window tile is converted by all threads, who wait for what they convert: it comes first, while the
-  // other first tiles are on their way, and a segment's tiles are taken from the last one on.
-  static constexpr bool kWindowFirst = kFp8;
   static constexpr bool kOneStage = kKeyStages == 1 && kValueStages == 1;
+  // A segment's tiles are taken from the last one on, so that the window's comes first: then no tile is left to multiply
+  // when a launch's last context arrives. An fp8 cache's is converted by all threads, who wait for what they convert,
+  // while the other first tiles are on their way.
+  static constexpr bool kFillsWindow = kFp8;
+  static constexpr bool kWindowFirst = kFp8 || !kOneStage;
   static_assert(kD % 64 == 0);
   static_assert(kGroups == 1 || (kInPairs && kRowGroups == 1 && kD % 128 == 0));
   static_assert(kOneStage ? kProbabilities == 1 && kInPairs && !kFp8
@@ -331,7 +333,7 @@ struct TileQueue {
         return;
       }
       rows = context_rows<kValue>(p, place, to);
-    } else if constexpr (S::kWindowFirst) {
+    } else if constexpr (S::kFillsWindow) {
       return;  // load_window() brings it
     } else {
       const int first = (tile - segment.context_tiles) * S::kTile;

@@ -5,6 +5,10 @@
 
 namespace nwor {
 
+// By how many powers of two a segment's first maxima are put above what its first tile has. That is the window's, of which
+// a row sees a few keys, itself alone perhaps: else the first context would often exceed it by more than is allowed.
+constexpr float kHeadroom = 4.f;
+
 template <class S>
 struct WarpgroupState {
   float minus_maximum[S::kRowTiles][2];  // of the running maxima, base 2: what is added to a score
@@ -75,7 +79,7 @@ __device__ __forceinline__ void raise_maxima(float scale, bool first, const floa
 #pragma unroll
     for (int i = 0; i < kWarps / 4; ++i)
       highest = fmaxf(highest, fmaxf(fmaxf(found[i].x, found[i].y), fmaxf(found[i].z, found[i].w)));
-    next[thread] = -highest;
+    next[thread] = -(S::kWindowFirst && first ? highest + kHeadroom : highest);
   }
   __syncthreads();
 #pragma unroll

@@ -148,7 +148,9 @@ __device__ __noinline__ void load_rest(const VerifyParams& p, const Segment& seg
   load_window<S>(p, segment, S::fill_thread(), space);
 }
 
-template <class S, int kBlocksPerSm>
+// `kMany`: for launches of more units than thread blocks. What begins the next one while a result is passed on is inline
+// there: faster where it runs, and in the way where it does not.
+template <class S, int kBlocksPerSm, bool kMany>
 __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     verify_warpgroup_kernel(const __grid_constant__ VerifyParams p) {
 #if NWOR_WGMMA
@@ -187,7 +189,13 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     __syncthreads();  // the statistics are there
     const bool more = control.more;
     const bool overlap = S::kOverlap && space.cluster() == 1;
-    if (overlap && more) queue = begin_next<S>(p, next, shared);
+    if (overlap && more) {
+      if constexpr (kMany) {
+        queue.begin(p, next, shared);
+      } else {
+        queue = begin_next<S>(p, next, shared);
+      }
+    }
     const int slot = slot_of(segment, control.walk.worker);
     merge_stats<S>(p, segment, slot, space);
     pass_result<S>(p, segment, slot, state.accumulator, space);

@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_window_piece(const VerifyParams& p, uint4 
 template <class S>
 struct WindowTile {
   static constexpr int kEights = S::kHeadSize / 8;
-  static constexpr int kSides = S::kTile == kTileTokens || S::kWindowFirst ? 2 : 1;
+  static constexpr int kSides = S::kTile == kTileTokens || S::kFillsWindow ? 2 : 1;
   static constexpr int kBatch = S::kFp8 ? 3 : 1;  // loads of a thread and side under way at a time
   uint4 data[kBatch][kSides];
   float scale[kSides];
@@ -105,7 +105,7 @@ __device__ __noinline__ void convert_window_tile(const VerifyParams& p, int firs
 // Whether the window's tile comes first, and is for this thread's warpgroup to bring.
 template <class S>
 __device__ __forceinline__ bool begins_with_window(const Segment& segment, const MergeSpace<S>& space) {
-  if constexpr (!S::kWindowFirst) return false;
+  if constexpr (!S::kFillsWindow) return false;
   return segment.end - 1 - space.rank() * S::kGroups >= max(segment.tile, segment.context_tiles) &&
          threadIdx.x < S::kFillThreads;
 }

@@ -57,8 +57,8 @@ class Step:
 
 
 def _pytest(name: str, *arguments: str, gpus: int = 1) -> Step:
-    # Where everything is skipped pytest is content; here something has to pass.
-    return Step(name, (sys.executable, "-m", "pytest", "-q", "-rf", *arguments), r"\b[1-9]\d* passed", gpus)
+    # Where all is skipped pytest is content; here something has to pass. P: the log has what tests print.
+    return Step(name, (sys.executable, "-m", "pytest", "-q", "-rfP", *arguments), r"\b[1-9]\d* passed", gpus)
 
 
 def checks() -> list[Step]:
@@ -73,6 +73,7 @@ def checks() -> list[Step]:
     steps += [_pytest(f"engine-{name}", f"{tests}/test_engine.py", "-k", f"[{name}") for name in ENGINES]
     steps += [
         _pytest("lean-sampling", f"{tests}/test_lean_sampling.py"),
+        _pytest("rounding", f"{tests}/test_rounding.py"),
         _pytest("features", f"{tests}/test_features.py"),
         _pytest("mixed", f"{tests}/test_mixed_steps.py"),
         _pytest("tensor-parallel", f"{tests}/test_tensor_parallel.py", gpus=2),
