@@ -133,7 +133,7 @@ __device__ __forceinline__ void pass_result(const VerifyParams& p, const Segment
 
 // What begins a segment after the first: functions of their own, with the queue by value, so that the end of a launch
 // follows its loop in memory. In a model other kernels drive a launch's instructions out of the caches, and for each place
-// where they do not follow one another it waits for memory.
+// where they do not follow one another it waits for memory. A launch of many units has it inline where it is in a hurry.
 template <class S>
 __device__ __noinline__ TileQueue<S> begin_next(const VerifyParams& p, const Segment& segment, char* shared) {
   TileQueue<S> queue;
@@ -148,8 +148,7 @@ __device__ __noinline__ void load_rest(const VerifyParams& p, const Segment& seg
   load_window<S>(p, segment, S::fill_thread(), space);
 }
 
-// `kMany`: for launches of more units than thread blocks. What begins the next one while a result is passed on is inline
-// there: faster where it runs, and in the way where it does not.
+// `kMany`: for launches of more units than thread blocks.
 template <class S, int kBlocksPerSm, bool kMany>
 __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     verify_warpgroup_kernel(const __grid_constant__ VerifyParams p) {
@@ -190,7 +189,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     const bool more = control.more;
     const bool overlap = S::kOverlap && space.cluster() == 1;
     if (overlap && more) {
-      if constexpr (kMany) {
+      if constexpr (kMany) {  // faster where it runs, in the way where it does not
         queue.begin(p, next, shared);
       } else {
         queue = begin_next<S>(p, next, shared);

@@ -29,10 +29,10 @@ SOURCES = ("nwor", "server", "tests/gpu", "tests/ops")
 ENGINES = ("graphs", "piecewise", "eager", "v1-graphs", "v1-piecewise", "v1-eager", "fp8")
 #: Tools of compute-sanitizer, and what the last word of each is where it found nothing.
 CLEAN = {
+    "racecheck": "RACECHECK SUMMARY: 0 hazards displayed",
     "memcheck": "ERROR SUMMARY: 0 errors",
     "initcheck": "ERROR SUMMARY: 0 errors",
     "synccheck": "ERROR SUMMARY: 0 errors",
-    "racecheck": "RACECHECK SUMMARY: 0 hazards displayed",
 }
 
 
@@ -62,26 +62,26 @@ def _pytest(name: str, *arguments: str, gpus: int = 1) -> Step:
 
 
 def checks() -> list[Step]:
-    """Return the steps that show a build to be right, those that say most first."""
+    """Return the steps that show a build to be right, those that say most first, of these the longest."""
     tests = "tests/gpu"
     steps = [
+        _pytest("ops", "tests/ops"),
         _pytest("kernels", f"{tests}/test_kernels_verify.py", f"{tests}/test_kernels_commit.py"),
         _pytest("joins", f"{tests}/test_joins.py"),
-        _pytest("ops", "tests/ops"),
-    ]
-    # "[graphs" is the first part of a test's parameters, and none of "[v1-graphs".
-    steps += [_pytest(f"engine-{name}", f"{tests}/test_engine.py", "-k", f"[{name}") for name in ENGINES]
-    steps += [
-        _pytest("lean-sampling", f"{tests}/test_lean_sampling.py"),
-        _pytest("rounding", f"{tests}/test_rounding.py"),
-        _pytest("features", f"{tests}/test_features.py"),
-        _pytest("mixed", f"{tests}/test_mixed_steps.py"),
-        _pytest("tensor-parallel", f"{tests}/test_tensor_parallel.py", gpus=2),
-        _pytest("pipeline-parallel", f"{tests}/test_pipeline_parallel.py", gpus=2),
     ]
     for tool, clean in CLEAN.items():
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1")
         steps.append(Step(tool, (*command, sys.executable, f"{tests}/sanitize_kernels.py"), clean))
+    # "[graphs" is the first part of a test's parameters, and none of "[v1-graphs".
+    steps += [_pytest(f"engine-{name}", f"{tests}/test_engine.py", "-k", f"[{name}") for name in ENGINES]
+    steps += [
+        _pytest("features", f"{tests}/test_features.py"),
+        _pytest("mixed", f"{tests}/test_mixed_steps.py"),
+        _pytest("lean-sampling", f"{tests}/test_lean_sampling.py"),
+        _pytest("rounding", f"{tests}/test_rounding.py"),
+        _pytest("tensor-parallel", f"{tests}/test_tensor_parallel.py", gpus=2),
+        _pytest("pipeline-parallel", f"{tests}/test_pipeline_parallel.py", gpus=2),
+    ]
     return steps
 
 
@@ -140,6 +140,7 @@ class Verification:
         self.out = out
         self.free = dict.fromkeys(gpus, share)
         self.share = share
+        self.threads = max((os.cpu_count() or 1) // (share * max(len(gpus), 1)), 1)
         self.runs: list[Run] = []
         self.record: dict[str, Any] = {"build": digest, "steps": {}}
         out.mkdir(parents=True, exist_ok=True)
@@ -202,6 +203,8 @@ class Verification:
         environment = {
             **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path,
         }  # fmt: skip
+        if not step.alone:  # references are computed on the host: steps side by side divide its cores
+            environment.setdefault("OMP_NUM_THREADS", str(self.threads))
         with (self.out / f"{step.name}.log").open("wb") as log:
             try:
                 process = subprocess.Popen(

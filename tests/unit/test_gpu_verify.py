@@ -114,6 +114,23 @@ print("1 passed" if time.monotonic() < ends else "waited in vain")
             assert "alone" not in running[gpu] or len(running[gpu]) == 1
 
 
+@pytest.mark.parametrize(
+    ("alone", "given", "seen"), [(False, None, "4"), (True, None, "-"), (False, "3", "3")]
+)
+def test_steps_side_by_side_divide_the_cores(
+    alone: bool, given: str | None, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(verify.os, "cpu_count", lambda: 16)
+    step = _step("threads", "import os; print(os.environ.get('OMP_NUM_THREADS', '-'), 'passed')")
+    step = Step(step.name, step.command, "passed", alone=alone)
+    assert Verification(tmp_path, ["0", "1"], "build", share=2).execute([step])
+    record = json.loads((tmp_path / "verified.json").read_text())["steps"]
+    assert record["threads"]["said"] == f"{seen} passed"
+
+
 def test_the_record_follows_sources_and_library(tmp_path: Path, monkeypatch: Any) -> None:
     library = tmp_path / "library.so"
     library.write_bytes(b"one")
