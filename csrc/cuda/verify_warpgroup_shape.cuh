@@ -36,7 +36,7 @@ struct WarpgroupShape {
   // when a launch's last context arrives. An fp8 cache's is converted by all threads, who wait for what they convert,
   // while the other first tiles are on their way.
   static constexpr bool kFillsWindow = kFp8;
-  static constexpr bool kWindowFirst = kFp8 || !kOneStage;
+  static constexpr bool kWindowFirst = !kOneStage;
   static_assert(kD % 64 == 0);
   static_assert(kGroups == 1 || (kInPairs && kRowGroups == 1 && kD % 128 == 0));
   static_assert(kOneStage ? kProbabilities == 1 && kInPairs && !kFp8

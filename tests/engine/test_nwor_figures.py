@@ -9,7 +9,6 @@ Tolerance: none.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -18,30 +17,27 @@ import httpx
 import pytest
 
 from server import demo
-from tests.conftest import ADMIN_KEY
+from tests.server_figures import (
+    NUMBERS,
+    OUTCOMES,
+    check_request,
+    last_event,
+    read_metrics,
+    report,
+    set_mode,
+    settled,
+    switch_while_it_runs,
+    written,
+)
 from tests.server_process import DEMO_MODEL, ServerProcess
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
-ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 PROMPTS = [
     "class Item:\n    def method(self, a, b):\n        " + "return a + b" * 2,
     "def total(items):\n    for item in items:\n        " + "total += i" * 2,
 ]
-NUMBERS = ("windows", "first_tokens", "draft_tokens", "accepted_tokens", "rejected_tokens")
 BYTES = ("kv_bytes_baseline", "kv_bytes_written", "kv_bytes_saved")
-
-
-def set_mode(server: ServerProcess, mode: str) -> dict[str, Any]:
-    answer = httpx.put(f"{server.url}/admin/nwor", headers=ADMIN, json={"mode": mode}, timeout=90)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["new"] == mode
-    return answer.json()
-
-
-def report(server: ServerProcess) -> dict[str, Any]:
-    return httpx.get(f"{server.url}/admin/nwor", headers=ADMIN, timeout=90).json()
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +45,6 @@ def _leave_the_server_as_it_was(request: pytest.FixtureRequest) -> Iterator[None
     yield
     if "server" in request.fixturenames:
         set_mode(request.getfixturevalue("server"), "stage")
-
-
-def last_event(text: str) -> dict[str, Any]:
-    events = [line[len("data: ") :] for line in text.splitlines() if line.startswith("data: {")]
-    return json.loads(events[-1])
 
 
 def requests() -> list[tuple[str, dict[str, Any]]]:
@@ -88,56 +79,6 @@ async def gather(server: ServerProcess) -> list[dict[str, Any]]:
             return event.get("response", event)["metrics"]["nwor"]
 
         return list(await asyncio.gather(*(send(path, body) for path, body in requests())))
-
-
-def read_metrics(server: ServerProcess) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for name in ("windows", "tokens", "kv_write_bytes", "kv_write_bytes_baseline", "request_windows"):
-        for labels, value in server.metric(f"nwor_{name}_total").items():
-            metrics[" ".join([name, *(value for _, value in labels)])] = value
-    metrics["vllm drafts"] = server.total("vllm:spec_decode_num_drafts_total")
-    metrics["vllm draft_tokens"] = server.total("vllm:spec_decode_num_draft_tokens_total")
-    metrics["vllm accepted_tokens"] = server.total("vllm:spec_decode_num_accepted_tokens_total")
-    metrics["mismatches"] = server.total("nwor_accounting_mismatches_total")
-    return metrics
-
-
-def settled(server: ServerProcess, before: dict[str, float]) -> dict[str, float]:
-    """Return what was added to the metrics, once every window belongs to a request that ended."""
-    delta: dict[str, float] = {}
-
-    def all_ended() -> bool:
-        delta.update((name, value - before.get(name, 0.0)) for name, value in read_metrics(server).items())
-        windows = sum(value for name, value in delta.items() if name.startswith("windows "))
-        ended = sum(value for name, value in delta.items() if name.startswith("request_windows "))
-        return windows == ended > 0
-
-    wait_until(all_ended, 20, lambda: f"every window belongs to a request that ended: {delta}", every=0.2)
-    return delta
-
-
-def check_request(figures: dict[str, Any]) -> None:
-    """The figures of a request must agree with each other."""
-    assert figures["first_tokens"] == figures["windows"] > 0
-    assert figures["draft_tokens"] == figures["accepted_tokens"] + figures["rejected_tokens"]
-    assert figures["acceptance_rate"] == figures["accepted_tokens"] / figures["draft_tokens"]
-    assert sum(figures["accepted_by_position"]) == figures["accepted_tokens"]
-    assert figures["accepted_by_position"] == sorted(figures["accepted_by_position"], reverse=True)
-    assert figures["kv_bytes_saved"] == figures["kv_bytes_baseline"] - figures["kv_bytes_written"]
-    assert figures["direct_windows"] == {}
-
-
-def written(mode: str, figures: dict[str, Any], b: int) -> int:
-    """Return what windows cost that are not copied aside."""
-    first, drafts = figures["first_tokens"], figures["draft_tokens"]
-    return {
-        "off": (first + drafts) * b,
-        "stage": (first + figures["accepted_tokens"]) * b,
-        "cow": (first + drafts + drafts + figures["rejected_tokens"]) * b,
-    }[mode]
-
-
-OUTCOMES = {"off": "direct", "stage": "committed", "cow": "restored"}
 
 
 @pytest.mark.parametrize("mode", ["off", "stage", "cow"])
@@ -180,32 +121,13 @@ def test_requests_add_up_to_the_counters_in_each_mode(server: ServerProcess, mod
     assert delta["mismatches"] == 0
 
 
-def switch_while_it_runs(server: ServerProcess, modes: list[str]) -> dict[str, Any]:
-    """Stream a request, switch to one mode after another at every tenth line, and return its figures."""
-    # Long enough for three switches on a fast machine, too: the engine does not wait for them.
-    body = {"model": DEMO_MODEL, "prompt": PROMPTS[0], "max_tokens": 900, "ignore_eos": True, "stream": True}
-    last = ""
-    with (
-        httpx.Client(base_url=server.url, headers=ADMIN, timeout=90) as admin,
-        server.client() as http,
-        http.stream("POST", "/v1/completions", json=body) as answer,
-    ):
-        for number, line in enumerate(answer.iter_lines()):
-            if number % 10 == 4 and modes:
-                assert admin.put("/admin/nwor", json={"mode": modes.pop(0)}).status_code == 200
-            if line.startswith("data: {"):
-                last = line
-    assert modes == []
-    return last_event(last)["metrics"]["nwor"]
-
-
 def test_a_request_across_switches_has_the_windows_of_each_mode(server: ServerProcess) -> None:
     b = report(server)["ranks"][0]["token_bytes"]
     # Where this process gets no CPU for seconds, a request has ended before it is switched: then another one.
     for _ in range(5):
         set_mode(server, "stage")
         before = read_metrics(server)
-        figures = switch_while_it_runs(server, ["cow", "off", "stage"])
+        figures = switch_while_it_runs(server, PROMPTS[0], ["cow", "off", "stage"])
         check_request(figures)
         delta = settled(server, before)
         outcomes = {outcome: delta[f"windows {outcome}"] for outcome in OUTCOMES.values()}

@@ -30,27 +30,32 @@ def prompts() -> list[str]:
     return [heads[i % 4] + lines[i // 4 % 4].format(n=i) for i in range(PROMPTS)]
 
 
-def losses(outputs: list[Any]) -> torch.Tensor:
-    """Return [tokens]: how far below the likeliest token's logit that of the token taken is, in float32."""
+@pytest.fixture(scope="module")
+def exact() -> torch.nn.Module:
+    """The demo model in float32 in plain PyTorch."""
     from server import demo
     from server.demo.training.export import load_target
     from server.demo.training.model import Target, TargetShape
 
     model = Target(TargetShape()).float()
     load_target(model, demo.model_path())
-    model = model.cuda()
+    return model.cuda()
+
+
+@torch.no_grad()
+def losses(exact: torch.nn.Module, outputs: list[Any]) -> torch.Tensor:
+    """Return [tokens]: how far below the likeliest token's logit that of the token taken is, in float32."""
     found = []
-    with torch.no_grad():
-        for output in outputs:
-            taken = torch.tensor(output.outputs[0].token_ids, device="cuda")
-            ids = torch.cat([torch.tensor(output.prompt_token_ids, device="cuda"), taken])
-            logits = model(ids[None, :-1])[0, -len(taken) :]
-            found.append(logits.amax(dim=-1) - logits.gather(1, taken[:, None])[:, 0])
+    for output in outputs:
+        taken = torch.tensor(output.outputs[0].token_ids, device="cuda")
+        ids = torch.cat([torch.tensor(output.prompt_token_ids, device="cuda"), taken])
+        logits = exact(ids[None, :-1])[0, -len(taken) :]
+        found.append(logits.amax(dim=-1) - logits.gather(1, taken[:, None])[:, 0])
     return torch.cat(found)
 
 
 @pytest.mark.parametrize("name", ["graphs", "v1-graphs"])
-def test_stage_is_as_near_to_the_exact_model(name: str) -> None:
+def test_stage_is_as_near_to_the_exact_model(name: str, exact: torch.nn.Module) -> None:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -60,7 +65,7 @@ def test_stage_is_as_near_to_the_exact_model(name: str) -> None:
     ) as llm:
         for mode in ("off", "stage"):
             llm.collective_rpc("nwor_set_mode", args=(mode,))
-            seen[mode] = losses(llm.generate(prompts(), params, use_tqdm=False))
+            seen[mode] = losses(exact, llm.generate(prompts(), params, use_tqdm=False))
         report = llm.collective_rpc("nwor_report")[0]
         assert report["fault"] is None
         assert report["counts"]["commit_bytes"] > 0
