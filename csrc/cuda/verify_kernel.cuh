@@ -275,8 +275,9 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
 
     const int tile = stream.first + stream.stride * step;
     if (S::kRowWarps > 1 && tile >= segment.end) continue;
-    const bool window = tile >= segment.context_tiles;
-    const int token = (window ? tile - segment.context_tiles : segment.first_context_tile + tile) * kTileTokens;
+    const int place = tile * kTileTokens - segment.window_begin;
+    const bool window = place >= 0;
+    const int token = window ? place : (segment.first_context_tile + tile) * kTileTokens;
     const int valid = (window ? work.window : work.context) - token;
     const uint32_t stage = stream.ring + slot * S::kStageBytes;
     slot = slot + 1 == S::kStages ? 0 : slot + 1;
@@ -307,7 +308,8 @@ __device__ __noinline__ Stream<S> begin_next(const VerifyParams& p, const Segmen
   return stream;
 }
 
-template <class S, int kBlocksPerSm>
+// `kMany`: as in verify_wgmma.cuh.
+template <class S, int kBlocksPerSm, bool kMany>
 __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     verify_attention_kernel(const __grid_constant__ VerifyParams p) {
   extern __shared__ __align__(1024) char shared[];
@@ -331,14 +333,20 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     const Segment& segment = control.segments[turn];
     Segment& next = control.segments[turn ^ 1];
     __syncthreads();  // everybody has read what the first thread now overwrites
-    if (threadIdx.x == 0) continue_walk(p, requests, segment, next, control);
+    if (threadIdx.x == 0) continue_walk<kMany>(p, requests, segment, next, control);
     WarpState<S> state;
     attend_segment<S>(p, segment, stream, state, shared);
     probe(p, Station::kLastTile);
     share_stats<S>(stream.group(), stream.row(), state.minus_maximum, state.sum, space);
     __syncthreads();  // the statistics are there, and no warp reads the query rows or the ring any more
     const bool more = control.more;
-    if (overlap && more) stream = begin_next<S>(p, next, stream, shared);
+    if (overlap && more) {
+      if constexpr (kMany) {
+        begin_segment<S>(p, next, stream, shared);
+      } else {
+        stream = begin_next<S>(p, next, stream, shared);
+      }
+    }
     const int slot = slot_of(segment, control.walk.worker);
     merge_stats<S>(p, segment, slot, space);
     add_groups<S>(p, segment, stream.group(), stream.row(), slot, state.accumulator, space);

@@ -63,7 +63,7 @@ using Kernel = void (*)(VerifyParams);
 template <class S, int kBlocksPerSm>
 constexpr Kernel kernel_of(bool many) {
   if constexpr (S::kTile == kTileTokens) {
-    return verify_attention_kernel<S, kBlocksPerSm>;
+    return many ? verify_attention_kernel<S, kBlocksPerSm, true> : verify_attention_kernel<S, kBlocksPerSm, false>;
   } else {
     return many ? verify_warpgroup_kernel<S, kBlocksPerSm, true> : verify_warpgroup_kernel<S, kBlocksPerSm, false>;
   }
@@ -71,25 +71,30 @@ constexpr Kernel kernel_of(bool many) {
 
 template <class S, int kBlocksPerSm>
 Residency find_residency(const LaunchRequest& request) {
+  const Kernel kernels[] = {kernel_of<S, kBlocksPerSm>(false), kernel_of<S, kBlocksPerSm>(true)};
   Residency found;
-  // Both kernels have as much shared memory, and registers within the same bounds: as many thread blocks are resident.
-  const Kernel kernel = kernel_of<S, kBlocksPerSm>(false);
-  for (const Kernel either : {kernel, kernel_of<S, kBlocksPerSm>(true)}) {
-    found.status = cudaFuncSetAttribute(either, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+  found.blocks = kMaxBlocksPerSm;
+  // A plan is for either kernel, so what is resident is what is of both.
+  for (const Kernel kernel : kernels) {
+    int blocks = 0;
+    found.status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
     if (found.status != cudaSuccess) return found;
+    found.status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, S::kThreads, S::kSharedBytes);
+    if (found.status != cudaSuccess) return found;
+    found.blocks = std::min(found.blocks, blocks);
   }
-  found.status =
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found.blocks, kernel, S::kThreads, S::kSharedBytes);
-  if (found.status != cudaSuccess) return found;
-  found.blocks = std::min(found.blocks, kMaxBlocksPerSm);
   found.clusters[1] = std::min(found.blocks * request.num_sms, kMaxWorkers);
   for (int cluster = 2; request.has_clusters && cluster <= kMaxCluster; cluster *= 2) {
     cudaLaunchAttribute attribute;
     const cudaLaunchConfig_t config =
         launch_config(found.clusters[1] / cluster * cluster, S::kThreads, S::kSharedBytes, cluster, &attribute, nullptr);
-    int clusters = 0;
-    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess)
-      found.clusters[cluster] = std::min(clusters, found.clusters[1] / cluster);
+    int clusters = found.clusters[1] / cluster;
+    for (const Kernel kernel : kernels) {
+      int active = 0;
+      if (cudaOccupancyMaxActiveClusters(&active, kernel, &config) != cudaSuccess) active = 0;
+      clusters = std::min(clusters, active);
+    }
+    found.clusters[cluster] = clusters;
   }
   cudaGetLastError();  // a cluster size that does not fit is not an error
   return found;

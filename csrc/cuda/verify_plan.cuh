@@ -2,8 +2,8 @@
 // graph balances whatever batch it is replayed with. A worker is a cluster of thread blocks, or one thread block.
 //
 // A unit is one request's window for one KV head (and one chunk of query rows, where a window has more rows
-// than a thread block keeps). A unit's work is a row of tiles: the context's, then the window's. Where there are
-// no more units than thread blocks, units stay whole, or each is cut into pieces of one length (the last may be shorter),
+// than a thread block keeps). A unit's work is a row of tiles: the context's, then the window's, which begins in the
+// context's last tile where that has room for all of it (window_begin()). Where there are no more units than thread blocks, units stay whole, or each is cut into pieces of one length (the last may be shorter),
 // at most one piece per worker: what takes the longest one least time, joining included. Otherwise whole units are dealt
 // out, long ones together with short ones, where that leaves no worker much more than its share; or the units' tiles in a
 // row are cut into equal shares, and a unit may straddle workers. Each KV head has a row and workers of its own
@@ -23,7 +23,7 @@ struct RequestWork {
   int start;    // first row of the window in query, key, value
   int window;   // tokens in the window
   int context;  // tokens in the cache
-  int tiles;    // of the context from first_tile() on, and of the window
+  int tiles;    // of the context from first_tile() on, and of the window where it has some of its own
 };
 
 // n / by and the remainder, for quotients below 2^20.
@@ -55,22 +55,25 @@ __device__ __forceinline__ int divide_down(int n, int by) {
   return divide_small(n, by, remainder);
 }
 
-template <int kTile>
-__device__ __forceinline__ int window_tiles(int window) {
-  return (window + kTile - 1) / kTile;
-}
-
 // Context tiles before this one lie outside the sliding window.
 template <int kTile>
 __device__ __forceinline__ int first_tile(const VerifyParams& p, int context) {
   return p.sliding_window > 0 ? max(context - p.sliding_window + 1, 0) / kTile : 0;
 }
 
+// Where the window begins in a unit's tiles, counted in tokens from its first tile on: at the next kTileTokens tokens behind
+// the context, if the window then lies in one tile, so that it costs no step of its own; else with a tile. So each
+// kTileTokens tokens of a tile are of the context or of the window.
+template <int kTile>
+__device__ __forceinline__ int window_begin(const VerifyParams& p, const RequestWork& work) {
+  const int context = work.context - first_tile<kTile>(p, work.context) * kTile;
+  const int begin = (context + kTileTokens - 1) / kTileTokens * kTileTokens;
+  return begin % kTile + work.window <= kTile ? begin : (context + kTile - 1) / kTile * kTile;
+}
+
 template <int kTile>
 __device__ __forceinline__ int count_tiles(const VerifyParams& p, const RequestWork& work) {
-  return work.window == 0 ? 0
-                          : (work.context + kTile - 1) / kTile - first_tile<kTile>(p, work.context) +
-                                window_tiles<kTile>(work.window);
+  return work.window == 0 ? 0 : (window_begin<kTile>(p, work) + work.window + kTile - 1) / kTile;
 }
 
 // What the lengths of a request are computed from, as it lies in memory.

@@ -23,7 +23,7 @@ template <class S>
 __device__ __forceinline__ void look_up(const VerifyParams& p, const Segment& segment, const Stream<S>& stream, int step,
                                         int& block, int& offset) {
   const int tile = stream.first + stream.stride * (step + static_cast<int>(threadIdx.x % 32));
-  if (tile < segment.tile || tile >= min(segment.end, segment.context_tiles)) return;
+  if (tile < segment.tile || tile >= segment.end) return;
   const int token = (segment.first_context_tile + tile) * S::kTile + S::copy_token();
   if (token >= segment.work.context) return;
   const int page = divide(token, p.block);
@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& 
   if (tile >= segment.end) return;
   const uint32_t stage = stream.ring + slot * S::kStageBytes;
   TileRows rows;
-  if (tile < segment.context_tiles) {
+  if (tile * S::kTile < segment.window_begin) {
     const int2 place = find_tile<S>(p, segment, stream, step);
     const int token = (segment.first_context_tile + tile) * S::kTile;
     rows.valid = segment.work.context - token;
@@ -67,11 +67,11 @@ __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& 
       return;
     }
   } else {
-    const int token = (tile - segment.context_tiles) * S::kTile;
+    const int token = tile * S::kTile - segment.window_begin;
     rows.valid = segment.work.window - token;
     if (S::kFp8 || !p.aligned) {
       const uint32_t at = stage - smem_address(shared);
-      convert_window_tile<S>(p, segment.work.start + token, segment.head, rows.valid, shared,
+      convert_window_tile<S>(p, segment.work.start + token, segment.head, rows.valid, S::kTile, shared,
                              TileAddresses{at, at + S::kTileBytes}, S::fill_thread());
       return;
     }

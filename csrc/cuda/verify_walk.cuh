@@ -14,7 +14,7 @@ struct Segment {
   int first_row;           // of the window's packed rows (token-major, then query head of the group)
   int row_count;           // packed rows of the window from first_row on
   int tile, end;           // first tile of the unit, one past the last
-  int context_tiles;       // tiles of the unit before this one are context
+  int window_begin;        // where the window begins, in tokens from the unit's first tile on
   int first_context_tile;  // of the request, where the unit's begin
   int first_worker;        // of the workers that share the unit
   int worker_count;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void whole_unit(const VerifyParams& p, const Requests
   segment.head = walk.row;
   segment.first_row = 0;
   segment.row_count = segment.work.window * static_cast<int>(p.group.value);
-  segment.context_tiles = segment.work.tiles - window_tiles<kTile>(segment.work.window);
+  segment.window_begin = window_begin<kTile>(p, segment.work);
   segment.first_context_tile = first_tile<kTile>(p, segment.work.context);
   segment.first_worker = walk.worker;
   segment.worker_count = 1;
@@ -108,7 +108,7 @@ __device__ __forceinline__ bool next_segment(const VerifyParams& p, const Reques
     segment.head = walk.row + divide_small(unit, chunks, chunk);
     segment.first_row = chunk * kRows;
     segment.row_count = segment.work.window * static_cast<int>(p.group.value) - segment.first_row;
-    segment.context_tiles = tiles - window_tiles<kTile>(segment.work.window);
+    segment.window_begin = window_begin<kTile>(p, segment.work);
     segment.first_context_tile = first_tile<kTile>(p, segment.work.context);
     segment.first_worker = walk.worker;
     segment.worker_count = 1;
@@ -274,10 +274,9 @@ __global__ void __launch_bounds__(128) plan_kernel(const __grid_constant__ Verif
   if (threadIdx.x % 32 == 0) plan[block] = entry;
 }
 
-// A function of its own, as find_walk() is.
 template <int kRows, int kTile>
-__device__ __noinline__ void take_next(const VerifyParams& p, int2* table, const Segment& segment, Segment& next,
-                                       Control& control) {
+__device__ __forceinline__ void take_next_inline(const VerifyParams& p, int2* table, const Segment& segment,
+                                                 Segment& next, Control& control) {
   next.request = segment.request;
   next.work = segment.work;
   const bool more = next_segment(p, Requests<kRows, kTile>{p, table}, control.walk, next);
@@ -285,12 +284,23 @@ __device__ __noinline__ void take_next(const VerifyParams& p, int2* table, const
   control.more = more;
 }
 
-// The segment after `segment`. Called by the first thread.
+// A function of its own, as find_walk() is.
 template <int kRows, int kTile>
+__device__ __noinline__ void take_next(const VerifyParams& p, int2* table, const Segment& segment, Segment& next,
+                                       Control& control) {
+  take_next_inline<kRows, kTile>(p, table, segment, next, control);
+}
+
+// The segment after `segment`. Called by the first thread. `kMany`: in a launch of many units, inline.
+template <bool kMany, int kRows, int kTile>
 __device__ __forceinline__ void continue_walk(const VerifyParams& p, const Requests<kRows, kTile>& requests,
                                               const Segment& segment, Segment& next, Control& control) {
   if (control.walk.position < control.walk.end) {
-    take_next<kRows, kTile>(p, requests.table, segment, next, control);
+    if constexpr (kMany) {
+      take_next_inline<kRows, kTile>(p, requests.table, segment, next, control);
+    } else {
+      take_next<kRows, kTile>(p, requests.table, segment, next, control);
+    }
   } else {
     control.more = false;
   }

@@ -136,7 +136,8 @@ struct WarpgroupShape {
     return chunk / kChunks * kPanelBytes + chunk_offset<kChunks>(row, chunk % kChunks);
   }
 
-  // The part of a tile that this warp helps to fill: 16 tokens, with a warp of each warpgroup.
+  // The part of a tile that this warp helps to fill: kTileTokens, of the context or of the window, with a warp of each
+  // warpgroup.
   static constexpr int kCopyWarps = kRowGroups;
   static __device__ __forceinline__ int copy_warp() { return kRowGroups == 1 ? 0 : static_cast<int>(threadIdx.x / 128); }
   static __device__ __forceinline__ int copy_token() { return warp() * 16; }
@@ -272,7 +273,7 @@ struct TileQueue {
 #pragma unroll
     for (int i = kLag; i > 0; --i) places[i] = places[i - 1];
     const int tile = tile_of(index);
-    if (S::kWindowFirst ? tile >= segment.tile : tile < min(segment.end, segment.context_tiles))
+    if (S::kWindowFirst ? tile >= segment.tile : tile < segment.end && tile * S::kTile < segment.window_begin)
       places[0] = find_tile<S>(p, segment, stream, index);
   }
 
@@ -306,7 +307,7 @@ struct TileQueue {
   __device__ __forceinline__ bool load_side_by_side(const VerifyParams& p, const Segment& segment, int step,
                                                     char* shared) {
     const int index = step + S::kKeyStages, tile = tile_of(index);
-    if (!p.whole_tiles || !is_inside(segment, tile) || tile >= segment.context_tiles) return false;
+    if (!p.whole_tiles || !is_inside(segment, tile) || (tile + 1) * S::kTile > segment.window_begin) return false;
     find_keys(p, segment, step);
     const uint32_t to = smem_address(shared) + S::copy_offset();
     S::copy(segment.work.context - first_token(segment, tile),
@@ -323,8 +324,9 @@ struct TileQueue {
     const uint32_t to = smem_address(shared) + offset + S::copy_offset();
     typename S::Rows rows{stream.key_cache, 0, to};
     int valid = 0;
+    const int in_window = tile * S::kTile + S::copy_token() - segment.window_begin;  // below 0: in the context
     if (S::kInPairs && !is_inside(segment, tile)) {  // zeros
-    } else if (tile < segment.context_tiles) {
+    } else if (__any_sync(0xffffffffu, in_window < 0)) {  // as in exists(): the warp does not diverge
       const int token = first_token(segment, tile);
       valid = segment.work.context - token;
       if (!p.whole_tiles) {
@@ -336,21 +338,15 @@ struct TileQueue {
     } else if constexpr (S::kFillsWindow) {
       return;  // load_window() brings it
     } else {
-      const int first = (tile - segment.context_tiles) * S::kTile;
-      if (S::kFp8 || !p.aligned) {
-        const uint32_t begin = static_cast<uint32_t>(offset);
-        convert_window_tile<S>(
-            p, segment.work.start + first, segment.head, segment.work.window - first, shared,
-            TileAddresses{kValue ? TileAddresses::kNone : begin, kValue ? begin : TileAddresses::kNone},
-            S::fill_thread());
+      valid = segment.work.window - in_window;
+      if (!p.aligned) {
+        fill_window_rows<S>(p, segment.work.start + in_window, segment.head, valid, kValue, shared + offset);
         return;
       }
-      const int token = first + S::copy_token();
-      valid = segment.work.window - token;
       rows.stride = static_cast<uint32_t>((kValue ? p.value_token : p.key_token) * 2);
       rows.from = static_cast<const char*>(kValue ? p.value : p.key) +
                   segment.head * (kValue ? p.value_head : p.key_head) * 2;
-      rows.from = further(rows.from, segment.work.start + token, rows.stride);
+      rows.from = further(rows.from, segment.work.start + in_window, rows.stride);
     }
     S::copy(valid, rows);
   }

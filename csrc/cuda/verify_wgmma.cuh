@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm)
     const Segment& segment = *turn;
     Segment& next = control.segments[turn == control.segments ? 1 : 0];
     __syncthreads();  // everybody has read what the first thread now overwrites
-    if (threadIdx.x == 0) continue_walk(p, requests, segment, next, control);
+    if (threadIdx.x == 0) continue_walk<kMany>(p, requests, segment, next, control);
     WarpgroupState<S> state;
     if constexpr (S::kOneStage) {
       attend_one_stage<S>(p, segment, queue, state, shared);

@@ -80,13 +80,14 @@ struct WindowTile {
   }
 };
 
-// Brings such a tile of `valid` rows from token `first` on to where it belongs, from each thread's piece `begin` on.
+// Brings such a tile, or the last `room` rows of one, to where they belong: `valid` rows from token `first` on, as many as
+// there is room for, and zeros; from each thread's piece `begin` on.
 template <class S>
-__device__ __noinline__ void convert_window_tile(const VerifyParams& p, int first, int head, int valid, char* shared,
-                                                 TileAddresses to, int begin) {
+__device__ __noinline__ void convert_window_tile(const VerifyParams& p, int first, int head, int valid, int room,
+                                                 char* shared, TileAddresses to, int begin) {
   constexpr int kChunks = S::kRowBytes / 16;
   const bool keys = to.key != TileAddresses::kNone;
-  const int rows = min(valid, S::kTile), pieces = rows * WindowTile<S>::kEights;
+  const int rows = min(valid, room), pieces = rows * WindowTile<S>::kEights;
 #pragma unroll 1
   for (; begin < pieces; begin += WindowTile<S>::kBatch * S::kFillThreads) {
     WindowTile<S> window;
@@ -94,7 +95,7 @@ __device__ __noinline__ void convert_window_tile(const VerifyParams& p, int firs
     window.store(p, pieces, begin, shared, to);
   }
 #pragma unroll 1
-  for (int i = rows * kChunks + S::fill_thread(); i < S::kTile * kChunks; i += S::kFillThreads)
+  for (int i = rows * kChunks + S::fill_thread(); i < room * kChunks; i += S::kFillThreads)
 #pragma unroll
     for (int side = 0; side < WindowTile<S>::kSides; ++side) {
       char* tile = shared + (side == 0 && keys ? to.key : to.value);
@@ -102,12 +103,43 @@ __device__ __noinline__ void convert_window_tile(const VerifyParams& p, int firs
     }
 }
 
+// Brings this warp's rows of a window's tile where they are not aligned: `valid` from token `first` on, and zeros.
+template <class S>
+__device__ __noinline__ void fill_window_rows(const VerifyParams& p, int first, int head, int valid, bool of_values,
+                                              char* tile) {
+  constexpr int kEights = S::kHeadSize / 8;
+  const auto* from = static_cast<const uint16_t*>(of_values ? p.value : p.key);
+  const int64_t stride = of_values ? p.value_token : p.key_token;
+  from += first * stride + head * (of_values ? p.value_head : p.key_head);
+#pragma unroll 1
+  for (int i = S::copy_warp() * 32 + threadIdx.x % 32; i < kTileTokens * kEights; i += S::kCopyWarps * 32) {
+    const int row = i / kEights, eight = i % kEights;
+    *reinterpret_cast<uint4*>(tile + S::tile_offset(S::copy_token() + row, eight)) =
+        row < valid ? load_eight_apart(from + row * stride + eight * 8) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+// Where the window begins in its tile, of which there is one where tiles are as long as windows at most.
+template <class S>
+__device__ __forceinline__ int window_row(const Segment& segment) {
+  static_assert(S::kTile >= kMaxWindow);
+  return segment.window_begin & (S::kTile - 1);
+}
+
+// The same in the first stages, as offsets from the beginning of shared memory. Rows of a multiple of eight are swizzled as
+// the first ones.
+template <class S>
+__device__ __forceinline__ TileAddresses window_place(const Segment& segment) {
+  const int offset = window_row<S>(segment) * S::kPitch;
+  return {static_cast<uint32_t>(S::key_offset(0) + offset), static_cast<uint32_t>(S::value_offset(0) + offset)};
+}
+
 // Whether the window's tile comes first, and is for this thread's warpgroup to bring.
 template <class S>
 __device__ __forceinline__ bool begins_with_window(const Segment& segment, const MergeSpace<S>& space) {
   if constexpr (!S::kFillsWindow) return false;
-  return segment.end - 1 - space.rank() * S::kGroups >= max(segment.tile, segment.context_tiles) &&
-         threadIdx.x < S::kFillThreads;
+  const int end = segment.end - space.rank() * S::kGroups;  // of this thread block's first tile
+  return max(segment.tile * S::kTile, segment.window_begin) < end * S::kTile && threadIdx.x < S::kFillThreads;
 }
 
 // Brings the window's tile to its place, where it comes first; from each thread's piece `begin` on.
@@ -115,9 +147,8 @@ template <class S>
 __device__ __forceinline__ void load_window(const VerifyParams& p, const Segment& segment, int begin,
                                             const MergeSpace<S>& space) {
   if (!begins_with_window<S>(segment, space)) return;
-  convert_window_tile<S>(
-      p, segment.work.start, segment.head, segment.work.window, space.shared,
-      TileAddresses{static_cast<uint32_t>(S::key_offset(0)), static_cast<uint32_t>(S::value_offset(0))}, begin);
+  convert_window_tile<S>(p, segment.work.start, segment.head, segment.work.window, S::kTile - window_row<S>(segment),
+                         space.shared, window_place<S>(segment), begin);
 }
 
 // The same for the first segment in two steps: loads before the first tiles are, behind which they would wait.
@@ -133,8 +164,7 @@ struct WindowAhead {
   __device__ __forceinline__ void keep(const VerifyParams& p, const Segment& segment,
                                        const MergeSpace<S>& space) const {
     if (!begins_with_window<S>(segment, space)) return;
-    window.store(p, pieces(segment), S::fill_thread(), space.shared,
-                 TileAddresses{static_cast<uint32_t>(S::key_offset(0)), static_cast<uint32_t>(S::value_offset(0))});
+    window.store(p, pieces(segment), S::fill_thread(), space.shared, window_place<S>(segment));
     load_window<S>(p, segment, S::fill_thread() + WindowTile<S>::kBatch * S::kFillThreads, space);
   }
 

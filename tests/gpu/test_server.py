@@ -87,12 +87,13 @@ def test_answers_and_figures_in_each_mode(server: ServerProcess) -> None:
             name: sum(own[name] for own in figures) for name in figures[0] if name.startswith("kv_bytes")
         }
         total |= {name: sum(own[name] for own in figures) for name in ("windows", "accepted_tokens")}
-        # A step that was scheduled ahead may verify windows of requests that have ended; no answer has those.
+        # A step that was scheduled ahead may verify windows of requests that have ended: no answer has those,
+        # nor do vLLM's own counts, whose scheduler no longer knows the requests.
         late = delta.get("request_windows late", 0)
         print(f"{mode}: {total}, {late} late windows")
         assert delta["request_windows finished"] == total["windows"] > REQUESTS
         assert delta[f"windows {outcome}"] == total["windows"] + late
-        assert delta["vllm drafts"] == total["windows"] + late
+        assert delta["vllm drafts"] == total["windows"]
         paths = sum(value for name, value in delta.items() if name.startswith("kv_write_bytes "))
         for seen, told in (
             (delta["tokens accepted"], total["accepted_tokens"]),
@@ -100,7 +101,7 @@ def test_answers_and_figures_in_each_mode(server: ServerProcess) -> None:
             (paths, total["kv_bytes_written"]),
         ):
             assert seen >= told > 0 if late else seen == told > 0
-        assert delta["vllm accepted_tokens"] == delta["tokens accepted"]
+        assert delta["vllm accepted_tokens"] == total["accepted_tokens"]
         assert delta["mismatches"] == 0
         assert {"stage": 1, "off": 0, "cow": -1}[mode] * abs(total["kv_bytes_saved"]) == total[
             "kv_bytes_saved"

@@ -92,11 +92,11 @@ class AttentionCase:
     padding_rows: int = 2
     seed: int = 0
     cpu_only: bool = field(default=False, compare=False)
+    name: str = field(default="", compare=False)  # for lengths that fill no line
 
     def __str__(self) -> str:
         parts = [
-            f"w{'.'.join(map(str, self.windows))}",
-            f"c{'.'.join(map(str, self.contexts))}",
+            self.name or f"w{'.'.join(map(str, self.windows))}-c{'.'.join(map(str, self.contexts))}",
             f"h{self.heads}.{self.kv_heads}.{self.size}",
             f"b{self.block_size}",
             str(self.dtype).removeprefix("torch."),
@@ -122,6 +122,7 @@ class AttentionCase:
         )
 
 
+ENDS_IN_A_TILE = (0, 1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63)
 MIXED = AttentionCase(windows=(5, 1, 0, 3, 5), contexts=(33, 100, 7, 0, 64))
 LONG = AttentionCase(windows=(5, 2), contexts=(3000, 1))
 # Many query rows of large heads: warpgroups take tiles in pairs, of which the last may lack one.
@@ -131,6 +132,24 @@ PAIRS = AttentionCase(
     heads=16,
     kv_heads=2,
     size=256,
+)
+# Contexts that end anywhere in a tile, and windows that still fit behind them there, or do not.
+ENDS = tuple(
+    AttentionCase(
+        windows=windows * 12,
+        contexts=tuple(64 * (i % 3) + end for i, end in enumerate(ENDS_IN_A_TILE) for _ in windows),
+        heads=4,
+        kv_heads=1,
+        size=size,
+        name=f"ends.{'.'.join(map(str, windows))}",
+    )
+    for windows, size in [
+        ((1, 3, 5), 128),
+        ((1, 6, 9), 128),
+        ((1, 6, 9), 64),
+        ((4, 9, 16), 256),
+        ((17, 33, 64), 128),
+    ]
 )
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -165,6 +184,10 @@ ATTENTION_CASES = [
     replace(PAIRS, sliding_window=70),
     replace(PAIRS, tree=True),
     replace(PAIRS, windows=(5, 4, 0, 3, 2, 1, 4, 5) * 2),
+    *ENDS,
+    *[replace(case, kv_cache_dtype="fp8") for case in ENDS],
+    replace(ENDS[1], sliding_window=50),
+    replace(ENDS[1], tree=True, block_size=24),
     replace(LONG, dtype=FP32, layout="columns", block_size=32),
     replace(LONG, kv_heads=1, size=128, sliding_window=700),
     replace(LONG, kv_cache_dtype="fp8"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.ops.cases import BF16, FP16, FP32, LAYOUTS, LONG, MIXED, PAIRS, AttentionCase, replace
+from tests.ops.cases import BF16, ENDS, FP16, FP32, LAYOUTS, LONG, MIXED, PAIRS, AttentionCase, replace
 
 QUANTIZED = replace(MIXED, kv_cache_dtype="fp8", query_scales="head")
 
@@ -27,6 +27,7 @@ QUANTIZED_CASES = [
     replace(QUANTIZED, windows=(4, 4, 4), contexts=(15, 16, 1000), block_size=32, padding_rows=9),
     replace(LONG, kv_cache_dtype="fp8", query_scales="head"),
     replace(LONG, kv_cache_dtype="fp8_e5m2", query_scales="head", kv_heads=1, size=128, sliding_window=700),
+    *[replace(case, kv_cache_dtype="fp8", query_scales="scalar") for case in ENDS],
     # Many rows of large heads.
     replace(PAIRS, kv_cache_dtype="fp8", query_scales="head"),
     replace(PAIRS, kv_cache_dtype="fp8_e5m2", query_scales="scalar", block_size=24, sinks=FP32, softcap=20.0),

@@ -5,13 +5,31 @@ Rows, slots and windows are counted from the beginning of the slice; nothing out
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nwor import ops, reference
-from tests.ops.cases import MIXED, PATTERN, SLOT, TOLERANCE, attention_inputs, slot_inputs
+from tests.ops.cases import (
+    ENDS,
+    LONG,
+    MIXED,
+    PATTERN,
+    SLOT,
+    TOLERANCE,
+    AttentionCase,
+    attention_inputs,
+    slot_inputs,
+)
 from tests.ops.test_commit_window import assert_equal, commit
 from tests.ops.test_verify_attention import make_workspace, run
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose heads begin an element behind what is aligned, an odd number of elements apart."""
+    wider = tensor.new_empty((*tensor.shape[:2], tensor.shape[2] + 3))[..., 1:-2]
+    return wider.copy_(tensor)
 
 
 def test_second_half_of_a_batch(device: torch.device) -> None:
@@ -36,6 +54,25 @@ def test_second_half_of_a_batch(device: torch.device) -> None:
     )
     assert (inputs.output.view[:first].contiguous().view(torch.uint8) == PATTERN).all()
     assert (inputs.output.view[rows:].contiguous().view(torch.uint8) == PATTERN).all()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [MIXED, ENDS[1], replace(ENDS[1], kv_cache_dtype="fp8"), ENDS[3], replace(LONG, size=256)],
+    ids=str,
+)
+def test_rows_that_are_not_aligned(case: AttentionCase, device: torch.device) -> None:
+    """Query, key, value and output begin, and go on, where no vector does."""
+    inputs = attention_inputs(case, device)
+    arguments = inputs.arguments
+    for name in ("query", "key", "value"):
+        arguments[name] = shifted(arguments[name])
+    output = shifted(inputs.output.view)
+    run(case, inputs, output=output)
+    want, _ = reference.verify_attention(**arguments)
+    rows, tolerance = sum(case.windows), TOLERANCE[case.dtype]
+    torch.testing.assert_close(output[:rows].double(), want[:rows], atol=tolerance, rtol=tolerance)
+    assert torch.equal(output[rows:], inputs.output.view[rows:])
 
 
 def test_windows_that_begin_later(device: torch.device) -> None:

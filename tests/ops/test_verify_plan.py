@@ -61,14 +61,21 @@ class Batch:
     sliding_window: int = -1
 
     def tiles(self, request: int) -> int:
-        """Tiles of each of a request's units: of the context that is seen, then of the window."""
+        """Tiles of each of a request's units: of the context that is seen, then of the window.
+
+        The window begins in the context's last tile, at a multiple of 16 tokens, where it ends there too.
+        """
         window, context = self.windows[request], self.contexts[request]
         if window == 0:
             return 0
         first = 0
         if self.sliding_window > 0:
             first = max(context - self.sliding_window + 1, 0) // self.tile
-        return -(-context // self.tile) - first + -(-window // self.tile)
+        seen = context - first * self.tile
+        taken = -(-(seen % self.tile) // 16) * 16
+        if taken and taken + window <= self.tile:
+            return seen // self.tile + 1
+        return -(-seen // self.tile) + -(-window // self.tile)
 
 
 Plan = Callable[..., list[Segment]]

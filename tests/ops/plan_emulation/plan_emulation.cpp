@@ -53,7 +53,7 @@ void emulate(VerifyParams p, int planned, int threads, Output& output) {
       if (threadIdx.x != 0) return;
       for (int turn = 0;; turn ^= 1) {
         output.add(i, control.walk, control.segments[turn]);
-        continue_walk(p, requests, control.segments[turn], control.segments[turn ^ 1], control);
+        continue_walk<false>(p, requests, control.segments[turn], control.segments[turn ^ 1], control);
         if (!control.more) return;
       }
     });
