@@ -42,6 +42,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         max_num_seqs=64,
         max_num_batched_tokens=512,
         gpu_memory_utilization=0.3,
+        # Says how much there is without measuring it: other programs may use the GPUs meanwhile.
+        kv_cache_memory_bytes=1 << 30,
         num_gpu_blocks_override=4096,
         worker_extension_cls="tests.gpu.rank_probe.RankProbe",
     ) as llm:
