@@ -3,11 +3,12 @@
 //
 // A unit is one request's window for one KV head (and one chunk of query rows, where a window has more rows
 // than a thread block keeps). A unit's work is a row of tiles: the context's, then the window's, which begins in the
-// context's last tile where that has room for all of it (window_begin()). Where there are no more units than thread blocks, units stay whole, or each is cut into pieces of one length (the last may be shorter),
-// at most one piece per worker: what takes the longest one least time, joining included. Otherwise whole units are dealt
-// out, long ones together with short ones, where that leaves no worker much more than its share; or the units' tiles in a
-// row are cut into equal shares, and a unit may straddle workers. Each KV head has a row and workers of its own
-// where that leaves few idle: the heads of a cache block, which lie side by side, are then read at about the same time.
+// context's last tile where that has room for all of it (window_begin()). Where there are no more units than thread
+// blocks, units stay whole, or each is cut into pieces of one length (the last may be shorter), at most one piece per
+// worker: what takes the longest one least time, joining included. Otherwise whole units are dealt out, long ones
+// together with short ones, where that leaves no worker much more than its share; or the units' tiles in a row are cut
+// into equal shares, and a unit may straddle workers. Each KV head has a row and workers of its own where that leaves
+// few idle: the heads of a cache block, which lie side by side, are then read at about the same time.
 #pragma once
 
 #include "verify_params.h"

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: What a result is of: the sources that a step may run, besides the CUDA library.
 SOURCES = ("nwor", "server", "tests/gpu", "tests/ops")
 ENGINES = ("graphs", "piecewise", "eager", "v1-graphs", "v1-piecewise", "v1-eager", "fp8")
+PIPELINES = ("graphs", "piecewise", "eager")
 #: Tools of compute-sanitizer, and what the last word of each is where it found nothing.
 CLEAN = {
     "racecheck": "RACECHECK SUMMARY: 0 hazards displayed",
@@ -81,7 +82,10 @@ def checks() -> list[Step]:
         _pytest("server", f"{tests}/test_server.py"),
         _pytest("rounding", f"{tests}/test_rounding.py"),
         _pytest("tensor-parallel", f"{tests}/test_tensor_parallel.py", gpus=2),
-        _pytest("pipeline-parallel", f"{tests}/test_pipeline_parallel.py", gpus=2),
+    ]
+    steps += [
+        _pytest(f"pipeline-{name}", f"{tests}/test_pipeline_parallel.py", "-k", name, gpus=2)
+        for name in PIPELINES
     ]
     return steps
 

@@ -164,6 +164,16 @@ def test_scripts_find_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert verification.execute([Step("script", (sys.executable, str(script)), f"{root} .*/elsewhere")])
 
 
+def test_every_pipeline_belongs_to_one_step() -> None:
+    source = (Path(verify.__file__).parent / "test_pipeline_parallel.py").read_text()
+    kinds = re.search(r"^KINDS: .* = \{\n(.*?)^\}$", source, re.MULTILINE | re.DOTALL)
+    assert kinds is not None
+    assert tuple(re.findall(r'^ {4}"(\w+)":', kinds[1], re.MULTILINE)) == verify.PIPELINES
+    # Steps choose by name: no test may have a kind's in its own.
+    tests = re.findall(r"^def (test_\w+)", source, re.MULTILINE)
+    assert not [name for name in tests for kind in verify.PIPELINES if kind in name]
+
+
 def test_every_engine_belongs_to_one_step() -> None:
     source = (Path(verify.__file__).parent / "test_engine.py").read_text()
     match = re.search(r"^ENGINES = \[(.*)\]$", source, re.MULTILINE)
