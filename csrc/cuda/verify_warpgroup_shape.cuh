@@ -33,8 +33,8 @@ struct WarpgroupShape {
   static constexpr bool kFp8 = kKind == Kind::kFp8 || kFp8Query;
   static constexpr bool kOneStage = kKeyStages == 1 && kValueStages == 1;
   // A segment's tiles are taken from the last one on, so that the window's comes first: then no tile is left to multiply
-  // when a launch's last context arrives. An fp8 cache's is converted by all threads, who wait for what they convert,
-  // while the other first tiles are on their way.
+  // when a launch's last context arrives. With an fp8 cache its window's rows are converted by all threads, who wait for
+  // what they convert, while the other first tiles are on their way.
   static constexpr bool kFillsWindow = kFp8;
   static constexpr bool kWindowFirst = !kOneStage;
   static_assert(kD % 64 == 0);
@@ -140,11 +140,11 @@ struct WarpgroupShape {
   // warpgroup.
   static constexpr int kCopyWarps = kRowGroups;
   static __device__ __forceinline__ int copy_warp() { return kRowGroups == 1 ? 0 : static_cast<int>(threadIdx.x / 128); }
-  static __device__ __forceinline__ int copy_token() { return warp() * 16; }
-  // Where copying cannot fill a tile, all threads do that its warps belong to.
+  static __device__ __forceinline__ int copy_token() { return warp() * kTileTokens; }
+  // The threads that convert a window's rows for a tile.
   static constexpr int kFillThreads = kThreads / kGroups;
   static __device__ __forceinline__ int fill_thread() { return kInPairs ? threadIdx.x % kFillThreads : threadIdx.x; }
-  static __device__ __forceinline__ int copy_offset() { return warp() * 16 * kPitch; }
+  static __device__ __forceinline__ int copy_offset() { return copy_token() * kPitch; }
 
   // Rows evenly spaced, and where they go.
   struct Rows {

@@ -6,7 +6,8 @@
 namespace nwor {
 
 // By how many powers of two a segment's first maxima are put above what its first tile has. That is the window's, of which
-// a row sees a few keys, itself alone perhaps: else the first context would often exceed it by more than is allowed.
+// a row sees a few keys, itself alone perhaps, and little context or none: else the context to come would often exceed it
+// by more than is allowed.
 constexpr float kHeadroom = 4.f;
 
 template <class S>

@@ -134,7 +134,7 @@ __device__ __forceinline__ TileAddresses window_place(const Segment& segment) {
   return {static_cast<uint32_t>(S::key_offset(0) + offset), static_cast<uint32_t>(S::value_offset(0) + offset)};
 }
 
-// Whether the window's tile comes first, and is for this thread's warpgroup to bring.
+// Whether the window's tile comes first, and its window's rows are for this thread's warpgroup to bring.
 template <class S>
 __device__ __forceinline__ bool begins_with_window(const Segment& segment, const MergeSpace<S>& space) {
   if constexpr (!S::kFillsWindow) return false;
@@ -142,7 +142,7 @@ __device__ __forceinline__ bool begins_with_window(const Segment& segment, const
   return max(segment.tile * S::kTile, segment.window_begin) < end * S::kTile && threadIdx.x < S::kFillThreads;
 }
 
-// Brings the window's tile to its place, where it comes first; from each thread's piece `begin` on.
+// Brings the window's rows to their place in its tile, where that comes first; from each thread's piece `begin` on.
 template <class S>
 __device__ __forceinline__ void load_window(const VerifyParams& p, const Segment& segment, int begin,
                                             const MergeSpace<S>& space) {

@@ -28,7 +28,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def attend(
     heads: tuple[int, int, int], windows: list[int], contexts: list[int], *, cache: str = "auto",
     block: int = BLOCK, tree: bool = False, sliding_window: int = -1, sinks: bool = False,
-    softcap: float = 0.0, quantized: bool = False, rising: bool = False,
+    softcap: float = 0.0, quantized: bool = False, rising: bool = False, aligned: bool = True,
 ) -> None:  # fmt: skip
     query_heads, kv_heads, size = heads
     tokens, batch = sum(windows), len(windows)
@@ -61,11 +61,16 @@ def attend(
         max_query_len=longest, source_dtype=torch.bfloat16, kv_cache_dtype=cache,
         sliding_window=sliding_window, quantized_query=quantized,
     )  # fmt: skip
-    query = numbers(tokens, query_heads, size, dtype=torch.float8_e4m3fn if quantized else torch.bfloat16)
+
+    def rows(count: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        wider = numbers(tokens, count, size + (0 if aligned else 3), dtype=dtype)
+        return wider if aligned else wider[..., 1:-2]
+
+    query = rows(query_heads, torch.float8_e4m3fn if quantized else torch.bfloat16)
     for given in (None, plan):
         ops.verify_attention(
-            query, numbers(tokens, kv_heads, size), numbers(tokens, kv_heads, size), *caches,
-            table.to(DEVICE), starts, lengths, numbers(tokens, query_heads, size),
+            query, rows(kv_heads), rows(kv_heads), *caches,
+            table.to(DEVICE), starts, lengths, rows(query_heads),
             torch.zeros(space, dtype=torch.uint8, device=DEVICE),
             scale=size**-0.5, max_query_len=longest, kv_cache_dtype=cache, k_scale=scale, v_scale=scale,
             q_scale=scale if quantized else None, sliding_window=sliding_window, softcap=softcap,
@@ -119,6 +124,9 @@ def main() -> None:
     attend((16, 1, 128), [64, 40], [100, 0])  # more rows than a thread block keeps
     attend((8, 2, 128), [5, 3], [100, 40], block=24, tree=True, sinks=True, softcap=20.0)
     attend((8, 2, 64), [5, 3], [300, 40], sliding_window=37)
+    for size, windows in ((64, [5, 3]), (128, [9, 1]), (256, [9, 1]), (256, [20, 3])):
+        for cache in ("auto", "fp8"):  # rows that are not aligned
+            attend((16, 2, size), windows, [100, 40], cache=cache, aligned=False)
     for block in (16, 24):  # tiles in pairs
         attend((16, 2, 256), [9, 0, 6, 8] * 4, [40, 64, 9, 700] * 4, block=block, rising=True)
         for quantized in (False, True):

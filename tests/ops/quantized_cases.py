@@ -28,6 +28,9 @@ QUANTIZED_CASES = [
     replace(LONG, kv_cache_dtype="fp8", query_scales="head"),
     replace(LONG, kv_cache_dtype="fp8_e5m2", query_scales="head", kv_heads=1, size=128, sliding_window=700),
     *[replace(case, kv_cache_dtype="fp8", query_scales="scalar") for case in ENDS],
+    replace(ENDS[1], kv_cache_dtype="fp8", query_scales="head", sliding_window=50),
+    replace(ENDS[1], kv_cache_dtype="fp8", query_scales="head", tree=True, block_size=24),
+    replace(ENDS[3], kv_cache_dtype="fp8", query_scales="head", heads=8),
     # Many rows of large heads.
     replace(PAIRS, kv_cache_dtype="fp8", query_scales="head"),
     replace(PAIRS, kv_cache_dtype="fp8_e5m2", query_scales="scalar", block_size=24, sinks=FP32, softcap=20.0),

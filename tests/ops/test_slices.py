@@ -58,7 +58,14 @@ def test_second_half_of_a_batch(device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [MIXED, ENDS[1], replace(ENDS[1], kv_cache_dtype="fp8"), ENDS[3], replace(LONG, size=256)],
+    [
+        MIXED,
+        ENDS[1],
+        replace(ENDS[1], kv_cache_dtype="fp8"),
+        ENDS[3],
+        replace(ENDS[3], heads=8),  # more query rows than one warpgroup keeps
+        replace(LONG, size=256),
+    ],
     ids=str,
 )
 def test_rows_that_are_not_aligned(case: AttentionCase, device: torch.device) -> None:
@@ -67,12 +74,15 @@ def test_rows_that_are_not_aligned(case: AttentionCase, device: torch.device) ->
     arguments = inputs.arguments
     for name in ("query", "key", "value"):
         arguments[name] = shifted(arguments[name])
-    output = shifted(inputs.output.view)
+    wider = inputs.output.view.new_full((*inputs.output.view.shape[:2], case.size + 3), 7.0)
+    output = wider[..., 1:-2].copy_(inputs.output.view)
     run(case, inputs, output=output)
     want, _ = reference.verify_attention(**arguments)
     rows, tolerance = sum(case.windows), TOLERANCE[case.dtype]
     torch.testing.assert_close(output[:rows].double(), want[:rows], atol=tolerance, rtol=tolerance)
     assert torch.equal(output[rows:], inputs.output.view[rows:])
+    assert (wider[..., :1] == 7).all()
+    assert (wider[..., -2:] == 7).all()
 
 
 def test_windows_that_begin_later(device: torch.device) -> None:

@@ -23,7 +23,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent / "plan_emulation"
 SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
-NUMBERS = 11
+NUMBERS = 12
 ROOM = 1 << 16
 #: An H200's multiprocessors.
 PROCESSORS = 132
@@ -45,6 +45,7 @@ class Segment:
     end: int
     first_worker: int
     worker_count: int
+    window_begin: int
 
 
 @dataclass(frozen=True)
@@ -60,22 +61,25 @@ class Batch:
     cluster: int = 1
     sliding_window: int = -1
 
-    def tiles(self, request: int) -> int:
-        """Tiles of each of a request's units: of the context that is seen, then of the window.
+    def window_begin(self, request: int) -> int:
+        """Where the window begins, in tokens from the first tile with context that is seen.
 
-        The window begins in the context's last tile, at a multiple of 16 tokens, where it ends there too.
+        At the next multiple of 16 tokens where it ends in the same tile, else with a tile.
         """
         window, context = self.windows[request], self.contexts[request]
-        if window == 0:
-            return 0
         first = 0
         if self.sliding_window > 0:
             first = max(context - self.sliding_window + 1, 0) // self.tile
         seen = context - first * self.tile
-        taken = -(-(seen % self.tile) // 16) * 16
-        if taken and taken + window <= self.tile:
-            return seen // self.tile + 1
-        return -(-seen // self.tile) + -(-window // self.tile)
+        begin = -(-seen // 16) * 16
+        in_one_tile = begin // self.tile == (begin + window - 1) // self.tile
+        return begin if in_one_tile else -(-seen // self.tile) * self.tile
+
+    def tiles(self, request: int) -> int:
+        """Tiles of each of a request's units: of the context that is seen, and of the window."""
+        if self.windows[request] == 0:
+            return 0
+        return -(-(self.window_begin(request) + self.windows[request]) // self.tile)
 
 
 Plan = Callable[..., list[Segment]]
@@ -144,6 +148,7 @@ def check(batch: Batch, segments: list[Segment]) -> None:
         assert [s.worker for s in own] == list(range(own[0].worker, own[0].worker + len(own)))
         assert all((s.first_worker, s.worker_count) == (own[0].worker, len(own)) for s in own if len(own) > 1)
         assert all(s.worker_count == 1 for s in own if len(own) == 1)
+        assert {s.window_begin for s in own} == {batch.window_begin(unit[0])}
 
 
 def check_balance(batch: Batch, segments: list[Segment]) -> None:

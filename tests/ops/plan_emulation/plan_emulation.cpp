@@ -4,7 +4,7 @@
 namespace nwor {
 namespace {
 
-constexpr int kNumbers = 11;
+constexpr int kNumbers = 12;
 // Entries of plan memory: four thread blocks on each of an H200's multiprocessors.
 constexpr int kEntries = 132 * 4;
 
@@ -13,8 +13,8 @@ struct Output {
   int count, room;
 
   void add(int block, const Walk& walk, const Segment& s) {
-    const int row[] = {block,       walk.worker, walk.plan.cluster, s.request,      s.head,        s.first_row,
-                       s.row_count, s.tile,      s.end,             s.first_worker, s.worker_count};
+    const int row[] = {block,       walk.worker, walk.plan.cluster, s.request,      s.head,         s.first_row,
+                       s.row_count, s.tile,      s.end,             s.first_worker, s.worker_count, s.window_begin};
     static_assert(sizeof(row) == kNumbers * sizeof(int));
     if (count < room) std::memcpy(numbers + kNumbers * count, row, sizeof(row));
     ++count;
@@ -30,6 +30,7 @@ std::vector<PlanEntry>& plan_memory() {
 template <int kRows, int kTile>
 void emulate(VerifyParams p, int planned, int threads, Output& output) {
   const int blocks = p.clusters * p.cluster;
+  const bool many = p.batch * p.num_kv_heads > blocks;  // as a launch chooses its kernel
   std::vector<PlanEntry>& plan = plan_memory();
   if (planned == 1) {
     for (int i = 0; i < kEntries / 4; ++i)
@@ -53,7 +54,11 @@ void emulate(VerifyParams p, int planned, int threads, Output& output) {
       if (threadIdx.x != 0) return;
       for (int turn = 0;; turn ^= 1) {
         output.add(i, control.walk, control.segments[turn]);
-        continue_walk<false>(p, requests, control.segments[turn], control.segments[turn ^ 1], control);
+        if (many) {
+          continue_walk<true>(p, requests, control.segments[turn], control.segments[turn ^ 1], control);
+        } else {
+          continue_walk<false>(p, requests, control.segments[turn], control.segments[turn ^ 1], control);
+        }
         if (!control.more) return;
       }
     });
@@ -63,7 +68,7 @@ void emulate(VerifyParams p, int planned, int threads, Output& output) {
 }  // namespace
 }  // namespace nwor
 
-// Writes up to `room` segments of 11 numbers each (see Output); returns how many there are, -1 for a shape that is not here.
+// Writes up to `room` segments of 12 numbers each (see Output); returns how many there are, -1 for a shape that is not here.
 // `planned`: 0 for no plan, 1 for one that is written first, 2 for what the last call wrote.
 extern "C" int emulate_plan(int rows, int tile, const int* query_start_loc, const int* seq_lens, int batch, int kv_heads,
                             int group, int clusters, int cluster, int sliding_window, int planned, int threads,
