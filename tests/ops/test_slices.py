@@ -26,10 +26,10 @@ from tests.ops.test_commit_window import assert_equal, commit
 from tests.ops.test_verify_attention import make_workspace, run
 
 
-def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy whose heads begin an element behind what is aligned, an odd number of elements apart."""
-    wider = tensor.new_empty((*tensor.shape[:2], tensor.shape[2] + 3))[..., 1:-2]
-    return wider.copy_(tensor)
+def shifted(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a copy whose heads begin an element behind what is aligned, and the NaN that it lies in."""
+    wider = tensor.new_full((*tensor.shape[:2], tensor.shape[2] + 3), torch.nan)
+    return wider[..., 1:-2].copy_(tensor), wider
 
 
 def test_second_half_of_a_batch(device: torch.device) -> None:
@@ -73,16 +73,15 @@ def test_rows_that_are_not_aligned(case: AttentionCase, device: torch.device) ->
     inputs = attention_inputs(case, device)
     arguments = inputs.arguments
     for name in ("query", "key", "value"):
-        arguments[name] = shifted(arguments[name])
-    wider = inputs.output.view.new_full((*inputs.output.view.shape[:2], case.size + 3), 7.0)
-    output = wider[..., 1:-2].copy_(inputs.output.view)
+        arguments[name], _ = shifted(arguments[name])
+    output, wider = shifted(inputs.output.view)
     run(case, inputs, output=output)
     want, _ = reference.verify_attention(**arguments)
     rows, tolerance = sum(case.windows), TOLERANCE[case.dtype]
     torch.testing.assert_close(output[:rows].double(), want[:rows], atol=tolerance, rtol=tolerance)
     assert torch.equal(output[rows:], inputs.output.view[rows:])
-    assert (wider[..., :1] == 7).all()
-    assert (wider[..., -2:] == 7).all()
+    assert wider[..., :1].isnan().all()
+    assert wider[..., -2:].isnan().all()
 
 
 def test_windows_that_begin_later(device: torch.device) -> None:
