@@ -13,6 +13,7 @@ from tests.waiting import wait_until
 
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 NUMBERS = ("windows", "first_tokens", "draft_tokens", "accepted_tokens", "rejected_tokens")
+BYTES = ("kv_bytes_baseline", "kv_bytes_written", "kv_bytes_saved")
 #: What becomes of windows, as metrics call it, by mode.
 OUTCOMES = {"off": "direct", "stage": "committed", "cow": "restored"}
 

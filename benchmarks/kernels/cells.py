@@ -15,6 +15,8 @@ BLOCK_SIZE = 16
 BATCHES = (1, 4, 16, 64, 128)
 CONTEXTS = (128, 600, 4096, 16384, 65536)
 DRAFTS = (1, 4, 8)
+#: Those whose results joining.py joins.
+JOINED_DRAFTS = 4
 #: FlashInfer's ways, as results call them: paged prefill of two makes, and decode of whole windows.
 FLASHINFER = ("fa2", "fa3", "xqa")
 HEADS = ((32, 8, 128), (32, 8, 64), (64, 8, 128), (16, 2, 256))

@@ -17,7 +17,7 @@ from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
-from cells import BATCHES, CONTEXTS, DRAFTS, FLASHINFER
+from cells import BATCHES, CONTEXTS, DRAFTS, FLASHINFER, JOINED_DRAFTS
 
 matplotlib.use("Agg")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -120,16 +120,18 @@ def reading_part(name: str, rows: Sequence[Row], origin: str, large: float) -> s
     lines = [
         f"### Reading alone, {name}\n",
         f"{origin} Microseconds per layer, in parentheses the share of the large copy's bandwidth:"
-        " a copy as large, a kernel that only reads the context, and `verify_attention`.\n",
-        "| heads | batch x context | MB | copy | only reads | "
+        " a copy as large, a kernel that only reads the context as it lies, one that reads it as attention"
+        f" must and joins what k = {JOINED_DRAFTS} has to, neither computing anything, and"
+        " `verify_attention`.\n",
+        "| heads | batch x context | MB | copy | only reads | reads, joins | "
         + " | ".join(f"k = {drafts}" for drafts in DRAFTS)
         + " |",
-        "|---|---|---|---|---|" + "---|" * len(DRAFTS),
+        "|---|---|---|---|---|---|" + "---|" * len(DRAFTS),
     ]
     for (heads, batch, context), own in groups.items():
         first = own[DRAFTS[0]]
         moved = first["cache_bytes"]
-        times = [first["copy"], first["reading"]]
+        times = [first["copy"], first["reading"], own[JOINED_DRAFTS]["joining"]]
         times += [own[drafts]["nwor"] - own[drafts]["commit"] / 32 for drafts in DRAFTS]
         cells = [f"{time:.1f} ({100 * moved / (time * 1e-6) / large:.0f}%)" for time in times]
         lines.append(f"| {heads} | {batch} x {context} | {moved / 1e6:.0f} | {' | '.join(cells)} |")

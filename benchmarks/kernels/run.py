@@ -7,9 +7,10 @@ Both ways run 32 layers in one CUDA graph, in turns of `TIMES` times; what count
 way's times, its noise half the distance between the quartiles. Needs vLLM with FlashAttention 3 for the stock
 column. `--flashinfer` adds FlashInfer's ways (flashinfer_ways.py), with modules that flashinfer_modules.py
 compiled before, or compiled now; how much each way's output differs from stock's is then noted as well.
-`--reading` adds what a kernel takes that only reads the context (reading.py), for contexts of 100 MB to 1 GB,
-in the cells with the shortest windows. `--product` puts a matrix product and a small kernel over query, key
-and value before each layer, as a model does, and takes their own time off.
+`--reading` adds what a kernel takes that only reads the context (reading.py), in the cells with the shortest
+windows, and one that reads it as attention must and joins what parts have found (joining.py), in those with
+`JOINED_DRAFTS`; for contexts of 100 MB to 1 GB. `--product` puts a matrix product and a small kernel over
+query, key and value before each layer, as a model does, and takes their own time off.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from cells import DRAFTS, FLASHINFER, HEADS, LAYERS, Cell, grid
+from cells import DRAFTS, FLASHINFER, HEADS, JOINED_DRAFTS, LAYERS, Cell, grid
 from device import (
     CachePool,
     Graph,
@@ -111,6 +112,11 @@ def measure(
         from reading import run_reading
 
         functions |= run_reading(step)
+    if args.reading and large and cell.drafts == JOINED_DRAFTS:
+        from joining import run_joining
+
+        processors = torch.cuda.get_device_properties(step.blocks.device).multi_processor_count
+        functions |= run_joining(step, processors)
     graph_pool = torch.cuda.graph_pool_handle()
     graphs = {name: Graph(function, graph_pool) for name, function in functions.items()}
     times = interleaved(list(graphs.values()), args.turns, args.least_us, TIMES)
@@ -124,9 +130,10 @@ def measure(
             if name in row:
                 row[name] -= row["product"]
                 row[name + "_noise"] += row["product_noise"]
-    if readers := [name for name in graphs if name.startswith("reading ")]:
-        fastest = min(readers, key=lambda name: row[name])
-        row |= {"reading": row[fastest], "reading_noise": row[fastest + "_noise"]}
+    for kind in ("reading", "joining"):
+        if ways := [name for name in graphs if name.startswith(kind + " ")]:
+            fastest = min(ways, key=lambda name: row[name])
+            row |= {kind: row[fastest], f"{kind}_noise": row[f"{fastest}_noise"]}
     return row
 
 
@@ -156,7 +163,7 @@ def main() -> None:
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--parts", action="store_true", help="also time vLLM's cache write alone")
     parser.add_argument("--product", action="store_true", help="what a model has before each layer")
-    parser.add_argument("--reading", action="store_true", help="also time a kernel that only reads")
+    parser.add_argument("--reading", action="store_true", help="also time kernels that only read")
     parser.add_argument(
         "--flashinfer", nargs="?", const="", metavar="MODULES", help="FlashInfer's ways as well"
     )
@@ -197,7 +204,7 @@ def main() -> None:
                 line += f" nwor {row['nwor']:9.2f} commit {row['commit']:7.2f} TB/s {bound:5.2f}"
                 if "stock" in row:
                     line += f" stock {row['stock']:9.2f} x{row['stock'] / row['nwor']:5.2f}"
-                for name in ("write", "product", "copy", "reading", *FLASHINFER):
+                for name in ("write", "product", "copy", "reading", "joining", *FLASHINFER):
                     if name in row:
                         line += f" {name} {row[name]:6.2f}"
                 if "differences" in row:

@@ -275,9 +275,9 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
 
     const int tile = stream.first + stream.stride * step;
     if (S::kRowWarps > 1 && tile >= segment.end) continue;
-    const int place = tile * kTileTokens - segment.window_begin;
-    const bool window = place >= 0;
-    const int token = window ? place : (segment.first_context_tile + tile) * kTileTokens;
+    const int in_window = tile * kTileTokens - segment.window_begin;
+    const bool window = in_window >= 0;
+    const int token = window ? in_window : (segment.first_context_tile + tile) * kTileTokens;
     const int valid = (window ? work.window : work.context) - token;
     const uint32_t stage = stream.ring + slot * S::kStageBytes;
     slot = slot + 1 == S::kStages ? 0 : slot + 1;

@@ -88,13 +88,9 @@ Residency find_residency(const LaunchRequest& request) {
     cudaLaunchAttribute attribute;
     const cudaLaunchConfig_t config =
         launch_config(found.clusters[1] / cluster * cluster, S::kThreads, S::kSharedBytes, cluster, &attribute, nullptr);
-    int clusters = found.clusters[1] / cluster;
-    for (const Kernel kernel : kernels) {
-      int active = 0;
-      if (cudaOccupancyMaxActiveClusters(&active, kernel, &config) != cudaSuccess) active = 0;
-      clusters = std::min(clusters, active);
-    }
-    found.clusters[cluster] = clusters;
+    // Launches with clusters have no more units than clusters (choose_cluster), so they are never of the other kernel.
+    if (cudaOccupancyMaxActiveClusters(&found.clusters[cluster], kernels[0], &config) != cudaSuccess)
+      found.clusters[cluster] = 0;
   }
   cudaGetLastError();  // a cluster size that does not fit is not an error
   return found;

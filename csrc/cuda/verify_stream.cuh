@@ -69,10 +69,14 @@ __device__ __forceinline__ void load_tile(const VerifyParams& p, const Segment& 
   } else {
     const int token = tile * S::kTile - segment.window_begin;
     rows.valid = segment.work.window - token;
-    if (S::kFp8 || !p.aligned) {
-      const uint32_t at = stage - smem_address(shared);
+    const uint32_t at = stage - smem_address(shared);
+    if constexpr (S::kFp8) {
       convert_window_tile<S>(p, segment.work.start + token, segment.head, rows.valid, S::kTile, shared,
                              TileAddresses{at, at + S::kTileBytes}, S::fill_thread());
+      return;
+    } else if (!p.aligned) {
+      fill_window_rows<S>(p, segment.work.start + token, segment.head, rows.valid, false, shared + at);
+      fill_window_rows<S>(p, segment.work.start + token, segment.head, rows.valid, true, shared + at + S::kTileBytes);
       return;
     }
     rows.key_stride = static_cast<uint32_t>(p.key_token * 2);

@@ -35,9 +35,9 @@ __device__ __forceinline__ void scale_and_mask(const VerifyParams& p, const Segm
                                                int step, float logit_scale, float exponent_scale, int masked_before,
                                                float (&scores)[S::kRowTiles][4]) {
   const int tile = queue.stream.first + queue.stream.stride * step;
-  const int place = tile * S::kTile + kTileTokens * S::warp() - segment.window_begin;
-  const bool window = place >= 0;
-  const int token = window ? place : (segment.first_context_tile + tile) * S::kTile + kTileTokens * S::warp();
+  const int in_window = tile * S::kTile + kTileTokens * S::warp() - segment.window_begin;
+  const bool window = in_window >= 0;
+  const int token = window ? in_window : (segment.first_context_tile + tile) * S::kTile + kTileTokens * S::warp();
   int valid = (window ? segment.work.window : segment.work.context) - token;
   if (!queue.is_whole(segment, step)) valid = 0;
   if (p.softcap != 0.f) soft_cap(p.softcap, logit_scale, exponent_scale, scores);

@@ -5,56 +5,50 @@
 
 namespace nwor {
 
-// Eight numbers of a window's key or value into a tile. With an fp8 cache they are rounded to its format, since the
-// stock path would read them back from there.
+// Eight numbers of a window's key or value into a tile of an fp8 cache's: rounded to its format, since the stock path
+// would read them back from there.
 template <class S>
 __device__ __forceinline__ void store_window_piece(const VerifyParams& p, uint4 data, int row, int eight,
                                                    const Quotient& by, char* tile) {
-  if constexpr (!S::kFp8) {
-    *reinterpret_cast<uint4*>(tile + S::tile_offset(row, eight)) = data;
-  } else {
-    const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-    float numbers[8];
-    if (p.is_bf16) {
+  const uint32_t words[4] = {data.x, data.y, data.z, data.w};
+  float numbers[8];
+  if (p.is_bf16) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        numbers[2 * i] = __uint_as_float(words[i] << 16);
-        numbers[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        numbers[2 * i] = to_float(words[i] & 0xffff, false);
-        numbers[2 * i + 1] = to_float(words[i] >> 16, false);
-      }
+    for (int i = 0; i < 4; ++i) {
+      numbers[2 * i] = __uint_as_float(words[i] << 16);
+      numbers[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
     }
-    *reinterpret_cast<uint2*>(tile + S::tile_offset(row, eight / 2) + eight % 2 * 8) =
-        quantize_eight(numbers, by, p.is_e5m2);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      numbers[2 * i] = to_float(words[i] & 0xffff, false);
+      numbers[2 * i + 1] = to_float(words[i] >> 16, false);
+    }
   }
+  *reinterpret_cast<uint2*>(tile + S::tile_offset(row, eight / 2) + eight % 2 * 8) =
+      quantize_eight(numbers, by, p.is_e5m2);
 }
 
-// A tile of window keys, values or, where a kernel has them side by side, both, on its way to where copying cannot
-// bring it: rows that are not aligned, or an fp8 cache. All threads that fill a tile share the rows that exist, in pieces
-// of eight numbers; the other rows become zero.
+// A tile of window keys and one of its values on their way to the format of an fp8 cache. All threads that fill a tile
+// share the rows that exist, in pieces of eight numbers; the other rows become zero.
 template <class S>
 struct WindowTile {
+  static_assert(S::kFp8, "rows of 16 bits are copied, or filled where they are not aligned");
   static constexpr int kEights = S::kHeadSize / 8;
-  static constexpr int kSides = S::kTile == kTileTokens || S::kFillsWindow ? 2 : 1;
-  static constexpr int kBatch = S::kFp8 ? 3 : 1;  // loads of a thread and side under way at a time
-  uint4 data[kBatch][kSides];
-  float scale[kSides];
+  static constexpr int kBatch = 3;  // loads of a thread, of keys and of values each, under way at a time
+  uint4 data[kBatch][2];
+  float scale[2];
 
-  // Loads a batch of this thread's pieces, from its piece `begin` on; of the keys where they are wanted.
-  __device__ __forceinline__ void load(const VerifyParams& p, int first, int head, int pieces, int begin, bool keys) {
+  // Loads a batch of this thread's pieces, from its piece `begin` on.
+  __device__ __forceinline__ void load(const VerifyParams& p, int first, int head, int pieces, int begin) {
 #pragma unroll
-    for (int side = 0; side < kSides; ++side) {
-      const bool of_keys = side == 0 && keys;
+    for (int side = 0; side < 2; ++side) {
+      const bool of_keys = side == 0;
       const uint16_t* from = static_cast<const uint16_t*>(of_keys ? p.key : p.value);
       const int64_t stride = of_keys ? p.key_token : p.value_token;
       from += first * stride + head * (of_keys ? p.key_head : p.value_head);
-      if constexpr (S::kFp8)
-        scale[side] =
-            of_keys ? head_scale(p.k_scale, p.k_scale_count, head) : head_scale(p.v_scale, p.v_scale_count, head);
+      scale[side] =
+          of_keys ? head_scale(p.k_scale, p.k_scale_count, head) : head_scale(p.v_scale, p.v_scale_count, head);
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
         const int i = begin + k * S::kFillThreads;
@@ -68,9 +62,9 @@ struct WindowTile {
   __device__ __forceinline__ void store(const VerifyParams& p, int pieces, int begin, char* shared,
                                         TileAddresses to) const {
 #pragma unroll
-    for (int side = 0; side < kSides; ++side) {
-      char* tile = shared + (side == 0 && to.key != TileAddresses::kNone ? to.key : to.value);
-      const Quotient by(S::kFp8 ? scale[side] : 1.f);
+    for (int side = 0; side < 2; ++side) {
+      char* tile = shared + (side == 0 ? to.key : to.value);
+      const Quotient by(scale[side]);
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
         const int i = begin + k * S::kFillThreads;
@@ -80,27 +74,25 @@ struct WindowTile {
   }
 };
 
-// Brings such a tile, or the last `room` rows of one, to where they belong: `valid` rows from token `first` on, as many as
+// Brings such tiles, or the last `room` rows of them, to where they belong: `valid` rows from token `first` on, as many as
 // there is room for, and zeros; from each thread's piece `begin` on.
 template <class S>
 __device__ __noinline__ void convert_window_tile(const VerifyParams& p, int first, int head, int valid, int room,
                                                  char* shared, TileAddresses to, int begin) {
   constexpr int kChunks = S::kRowBytes / 16;
-  const bool keys = to.key != TileAddresses::kNone;
   const int rows = min(valid, room), pieces = rows * WindowTile<S>::kEights;
 #pragma unroll 1
   for (; begin < pieces; begin += WindowTile<S>::kBatch * S::kFillThreads) {
     WindowTile<S> window;
-    window.load(p, first, head, pieces, begin, keys);
+    window.load(p, first, head, pieces, begin);
     window.store(p, pieces, begin, shared, to);
   }
 #pragma unroll 1
   for (int i = rows * kChunks + S::fill_thread(); i < room * kChunks; i += S::kFillThreads)
 #pragma unroll
-    for (int side = 0; side < WindowTile<S>::kSides; ++side) {
-      char* tile = shared + (side == 0 && keys ? to.key : to.value);
-      *reinterpret_cast<uint4*>(tile + S::tile_offset(i / kChunks, i % kChunks)) = make_uint4(0, 0, 0, 0);
-    }
+    for (int side = 0; side < 2; ++side)
+      *reinterpret_cast<uint4*>(shared + (side == 0 ? to.key : to.value) +
+                                S::tile_offset(i / kChunks, i % kChunks)) = make_uint4(0, 0, 0, 0);
 }
 
 // Brings this warp's rows of a window's tile where they are not aligned: `valid` from token `first` on, and zeros.
@@ -146,19 +138,21 @@ __device__ __forceinline__ bool begins_with_window(const Segment& segment, const
 template <class S>
 __device__ __forceinline__ void load_window(const VerifyParams& p, const Segment& segment, int begin,
                                             const MergeSpace<S>& space) {
-  if (!begins_with_window<S>(segment, space)) return;
-  convert_window_tile<S>(p, segment.work.start, segment.head, segment.work.window, S::kTile - window_row<S>(segment),
-                         space.shared, window_place<S>(segment), begin);
+  if constexpr (S::kFillsWindow) {
+    if (!begins_with_window<S>(segment, space)) return;
+    convert_window_tile<S>(p, segment.work.start, segment.head, segment.work.window, S::kTile - window_row<S>(segment),
+                           space.shared, window_place<S>(segment), begin);
+  }
 }
 
 // The same for the first segment in two steps: loads before the first tiles are, behind which they would wait.
-template <class S>
+template <class S, bool kFills = S::kFillsWindow>
 struct WindowAhead {
   WindowTile<S> window;
 
   __device__ __forceinline__ WindowAhead(const VerifyParams& p, const Segment& segment, const MergeSpace<S>& space) {
     if (begins_with_window<S>(segment, space))
-      window.load(p, segment.work.start, segment.head, pieces(segment), S::fill_thread(), true);
+      window.load(p, segment.work.start, segment.head, pieces(segment), S::fill_thread());
   }
 
   __device__ __forceinline__ void keep(const VerifyParams& p, const Segment& segment,
@@ -172,6 +166,13 @@ struct WindowAhead {
   static __device__ __forceinline__ int pieces(const Segment& segment) {
     return segment.work.window * WindowTile<S>::kEights;
   }
+};
+
+// A window that is copied like any tile.
+template <class S>
+struct WindowAhead<S, false> {
+  __device__ __forceinline__ WindowAhead(const VerifyParams&, const Segment&, const MergeSpace<S>&) {}
+  __device__ __forceinline__ void keep(const VerifyParams&, const Segment&, const MergeSpace<S>&) const {}
 };
 
 }  // namespace nwor

@@ -18,6 +18,7 @@ import pytest
 
 from server import demo
 from tests.server_figures import (
+    BYTES,
     NUMBERS,
     OUTCOMES,
     check_request,
@@ -37,7 +38,6 @@ PROMPTS = [
     "class Item:\n    def method(self, a, b):\n        " + "return a + b" * 2,
     "def total(items):\n    for item in items:\n        " + "total += i" * 2,
 ]
-BYTES = ("kv_bytes_baseline", "kv_bytes_written", "kv_bytes_saved")
 
 
 @pytest.fixture(autouse=True)

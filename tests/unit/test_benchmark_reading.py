@@ -1,7 +1,8 @@
-"""Claim: the kernel benchmark's reader reads every word of a context once, and says so where it does not.
+"""Claim: the kernel benchmark's readers read every word of a context once, and say so where they do not.
 
-Coverage: all its ways, in Triton's interpreter on the CPU: 16-bit and 8-bit caches, contexts that differ and
-do not fill their last block, blocks smaller than a piece. Tolerance: none, sums of whole numbers.
+Coverage: all ways of the one that only reads, and cuts of the one that joins parts, in Triton's interpreter
+on the CPU: 16-bit and 8-bit caches, contexts that differ and do not fill their last block, blocks smaller
+than a piece, parts without blocks. Tolerance: none, sums of whole numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels"
 SCRIPT = """
 from types import SimpleNamespace
 import torch
-import cells, reading
+import cells, joining, reading
 
 random = torch.Generator().manual_seed(1)
 for heads, fp8 in (((4, 2, 64), False), ((4, 1, 64), True), ((8, 4, 128), False)):
@@ -25,7 +26,8 @@ for heads, fp8 in (((4, 2, 64), False), ((4, 1, 64), True), ((8, 4, 128), False)
     cache = raw.view(torch.uint8 if fp8 else torch.bfloat16)
     cache = cache.view(cell.blocks, heads[1], cells.BLOCK_SIZE, 2 * heads[2])
     blocks = torch.randperm(cell.blocks, generator=random).int()
-    step = SimpleNamespace(cell=cell, caches=[cache], blocks=blocks)
+    table = torch.nn.utils.rnn.pad_sequence(blocks.split(cell.block_counts), batch_first=True)
+    step = SimpleNamespace(cell=cell, caches=[cache], blocks=blocks, block_table=table)
     for way in reading.WAYS:
         reader = reading.Reader(step, way)
         assert reader.blocks.numel() == sum(-(-context // 16) for context in cell.contexts) < cell.blocks
@@ -43,6 +45,33 @@ for heads, fp8 in (((4, 2, 64), False), ((4, 1, 64), True), ((8, 4, 128), False)
             except RuntimeError:
                 continue
             raise AssertionError(way)
+    for cut in (joining.Cut(1, 4), joining.Cut(4, 4), joining.Cut(4, 8), joining.Cut(32, 4)):
+        joiner = joining.Joiner(step, cut)
+        joiner.check()
+        joiner.check()  # the first left no ticket
+        # The check can fail: by a block more or less, a part that is not joined, a ticket that is left.
+        layer, counts = joiner.layer, joiner.counts
+        for wrong in (-1, 1):
+            def amiss(index, wrong=wrong):
+                joiner.counts = counts + torch.tensor([0, wrong, 0])
+                layer(index)
+                joiner.counts = counts
+            joiner.layer = amiss
+            try:
+                joiner.check()
+            except RuntimeError:
+                continue
+            raise AssertionError(cut)
+        joiner.layer = layer
+        joiner.tickets[0] = 1
+        try:
+            joiner.check()
+        except RuntimeError:
+            continue
+        raise AssertionError(cut)
+    assert [cut.parts for cut in joining.cuts(128, 132)] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
+    assert [cut.parts for cut in joining.cuts(8, 132)] == [16, 16, 32, 32, 64, 64, 128, 128]
+    assert [cut.parts for cut in joining.cuts(4096, 132)] == [1, 1]
 print("all ways read everything")
 """
 
