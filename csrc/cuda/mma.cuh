@@ -20,6 +20,15 @@ __device__ __forceinline__ T recomputed(T number) {
   return number;
 }
 
+// This thread's number in its thread block, for what runs once between the loops over tiles: what follows from it is
+// computed where it is wanted.
+__device__ __forceinline__ int recomputed_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // not threadIdx.x, which has a register already
+  __builtin_assume(thread >= 0 && thread < 1024);
+  return thread;
+}
+
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

@@ -63,6 +63,7 @@ template <class S>
 __device__ __forceinline__ void add_cluster(const VerifyParams& p, const Segment& segment, int slot,
                                             const MergeSpace<S>& space) {
   constexpr int kRowQuads = S::kHeadSize / 4;
+  const int thread = recomputed_thread();
   const int2 mine = quads_of_rank(segment, space);
   cluster_sync();
   const uint32_t rows_address = smem_address(space.rows()), sum_address = smem_address(space.sum());
@@ -80,7 +81,7 @@ __device__ __forceinline__ void add_cluster(const VerifyParams& p, const Segment
     constexpr int kBatch = 3;
     const int other = space.rank() ^ 1;
 #pragma unroll 1
-    for (int begin = mine.x + threadIdx.x; begin < mine.y; begin += kBatch * S::kThreads) {
+    for (int begin = mine.x + thread; begin < mine.y; begin += kBatch * S::kThreads) {
       float2 stats[kBatch];
       float4 parts[kBatch];
 #pragma unroll
@@ -102,7 +103,7 @@ __device__ __forceinline__ void add_cluster(const VerifyParams& p, const Segment
     }
   } else {
 #pragma unroll 1
-    for (int i = mine.x + threadIdx.x; i < mine.y; i += S::kThreads)
+    for (int i = mine.x + thread; i < mine.y; i += S::kThreads)
       pass_on(i, add_parts(space.cluster(), [&](int other, float2& stats, float4& part) {
         stats = cluster_load2(cluster_address(rows_address + i / kRowQuads * 8, other));
         part = cluster_load4(cluster_address(sum_address + sum_offset(i), other));
@@ -118,6 +119,7 @@ template <class S>
 __device__ __forceinline__ void add_workers(const VerifyParams& p, const Segment& unit, int2 quads,
                                             const MergeSpace<S>& space) {
   constexpr int kRowQuads = S::kHeadSize / 4;
+  const int thread = recomputed_thread();
   const int count = unit.worker_count;
   const int lanes = count > 32 ? 8 : count > 16 ? 4 : 1;  // by the count alone: the order of a sum
   // Of each part: the statistics of the rows in question, two rows to 16 bytes, then the quads.
@@ -133,12 +135,12 @@ __device__ __forceinline__ void add_workers(const VerifyParams& p, const Segment
     while (shift > 3 && 1 << shift >= 2 * pitch) --shift;
     while (2 * count << shift <= S::kThreads) ++shift;
 #pragma unroll 1
-    for (int part = threadIdx.x >> shift; part < count; part += S::kThreads >> shift) {
+    for (int part = thread >> shift; part < count; part += S::kThreads >> shift) {
       const int slot = slot_of(unit, unit.first_worker + part);
       const float4* stats = reinterpret_cast<const float4*>(part_stats(p, slot, space)) + pair;
       const float4* values = part_quads<S>(p, slot) + first;
 #pragma unroll 4
-      for (int i = threadIdx.x & ((1 << shift) - 1); i < pitch; i += 1 << shift)
+      for (int i = thread & ((1 << shift) - 1); i < pitch; i += 1 << shift)
         copy_async16(to + (part * pitch + i) * 16, i < pairs ? stats + i : values + (i - pairs), true);
     }
     copy_async_commit();
@@ -146,7 +148,7 @@ __device__ __forceinline__ void add_workers(const VerifyParams& p, const Segment
     __syncthreads();  // all parts are there
     // A quad's parts are dealt out to as many lanes of a warp.
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (size * lanes + 31) / 32 * 32; i += S::kThreads) {
+    for (int i = thread; i < (size * lanes + 31) / 32 * 32; i += S::kThreads) {
       const int quad_index = min(i / lanes, size - 1), row = (first + quad_index) / kRowQuads;
       const float2* stats = reinterpret_cast<const float2*>(space.ring()) + (row - 2 * pair);
       const float4* values = reinterpret_cast<const float4*>(space.ring()) + pairs + quad_index;

@@ -87,30 +87,27 @@ __device__ __forceinline__ int64_t output_row(const VerifyParams& p, const Segme
          (static_cast<int64_t>(segment.head) * p.group.value + packed.head) * p.output_head;
 }
 
-// Four numbers of a fragment's row lie where the transposed product left them: an fp8 tile's next to one another,
-// a 16-bit tile's as two pairs eight columns apart. `position` counts in the order in which they are kept until here.
+// Two numbers of a result as the output has them.
 template <class S>
-__device__ __forceinline__ void store_four(const VerifyParams& p, int64_t row_begin, int position, float4 value,
-                                           float factor) {
-  value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
-  if constexpr (!S::kFp8) value = make_float4(value.x, value.z, value.y, value.w);
-  uint2 words;
-  if (p.is_bf16) {
-    words = make_uint2(pack2<Kind::kBf16>(value.x, value.y), pack2<Kind::kBf16>(value.z, value.w));
-  } else {
-    words = make_uint2(pack2<Kind::kFp16>(value.x, value.y), pack2<Kind::kFp16>(value.z, value.w));
-  }
-  const int column = S::kFp8 ? position : position / 16 * 16 + position % 16 / 2;
-  constexpr int kSecond = S::kFp8 ? 2 : 8;
-  uint16_t* output = static_cast<uint16_t*>(p.output) + row_begin + column;
-  if (p.aligned) {
-    *reinterpret_cast<uint32_t*>(output) = words.x;
-    *reinterpret_cast<uint32_t*>(output + kSecond) = words.y;
+__device__ __forceinline__ uint32_t pack_output(const VerifyParams& p, float low, float high) {
+  if constexpr (!S::kFp8) return pack2<S::kKind>(low, high);
+  return p.is_bf16 ? pack2<Kind::kBf16>(low, high) : pack2<Kind::kFp16>(low, high);
+}
+
+// Four numbers of an output row, eight bytes: threads side by side fill whole sectors of memory at once.
+template <class S>
+__device__ __forceinline__ void store_four(const VerifyParams& p, bool aligned, int64_t row_begin, int position,
+                                           float4 value, float factor) {
+  const uint2 words = make_uint2(pack_output<S>(p, value.x * factor, value.y * factor),
+                                 pack_output<S>(p, value.z * factor, value.w * factor));
+  uint16_t* output = static_cast<uint16_t*>(p.output) + row_begin + position;
+  if (aligned) {
+    *reinterpret_cast<uint2*>(output) = words;
   } else {
     output[0] = words.x & 0xffff;
     output[1] = words.x >> 16;
-    output[kSecond] = words.y & 0xffff;
-    output[kSecond + 1] = words.y >> 16;
+    output[2] = words.y & 0xffff;
+    output[3] = words.y >> 16;
   }
 }
 
@@ -119,7 +116,19 @@ __device__ __forceinline__ void store_quad(const VerifyParams& p, const Segment&
                                            const Quad& quad) {
   if (row >= segment.row_count) return;
   const float factor = finish_row<S::kFp8>(p, segment, row, quad.maximum, quad.sum, position == 0);
-  store_four<S>(p, output_row(p, segment, row), position, quad.values, factor);
+  store_four<S>(p, p.aligned, output_row(p, segment, row), position, quad.values, factor);
+}
+
+// The two numbers of a row that a thread's fragment of sixteen head positions has, put where the row has them: rows of a
+// fragment eight apart are positions as far apart, those of an fp8 tile neighbours.
+template <class S>
+__device__ __forceinline__ void put_pair(float* sixteen, int fragment_row, float first, float second) {
+  if constexpr (S::kFp8) {
+    *reinterpret_cast<float2*>(sixteen + 2 * fragment_row) = make_float2(first, second);
+  } else {
+    sixteen[fragment_row] = first;
+    sixteen[fragment_row + 8] = second;
+  }
 }
 
 // Leaves the group's maxima and sums in shared memory.
@@ -127,7 +136,7 @@ template <class S>
 __device__ __forceinline__ void share_stats(int group_index, int warp_row,
                                             const float (&minus_maximum)[S::kRowTiles][2],
                                             const float (&sum)[S::kRowTiles][2], const MergeSpace<S>& space) {
-  const int lane = threadIdx.x % 32;
+  const int lane = recomputed_thread() % 32;
 #pragma unroll
   for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
@@ -142,12 +151,15 @@ __device__ __forceinline__ void share_stats(int group_index, int warp_row,
 }
 
 // Row by row: the groups' weights, the common maximum, and the sum or, where the result is whole, the factor to the
-// output.
+// output. The last threads find meanwhile where rows lie in the output.
 template <class S>
 __device__ __forceinline__ void merge_stats(const VerifyParams& p, const Segment& segment, int slot,
                                             const MergeSpace<S>& space) {
+  static_assert(S::kRows <= S::kThreads);
+  const int thread = recomputed_thread();
   const bool whole = segment.worker_count == 1 && space.cluster() == 1;
-  for (int row = threadIdx.x; row < S::kRows; row += S::kThreads) {
+  if (thread < S::kRows) {
+    const int row = thread;
     float2* stats = space.stats() + row;
     float highest = kNoScore, total = 0.f;
 #pragma unroll
@@ -156,15 +168,29 @@ __device__ __forceinline__ void merge_stats(const VerifyParams& p, const Segment
     for (int g = 0; g < S::kStatGroups; ++g) {
       const float weight = exp2_fast(stats[g * S::kRows].x - highest);
       total += stats[g * S::kRows].y * weight;
-      stats[g * S::kRows].x = weight;
+      if constexpr (S::kMergeGroups > 1) stats[g * S::kRows].x = weight;
     }
-    if (whole && row < segment.row_count) {
-      total = finish_row<S::kFp8>(p, segment, row, highest, total, true);
-      space.outputs()[row] = output_row(p, segment, row);
-    }
+    if (whole && row < segment.row_count) total = finish_row<S::kFp8>(p, segment, row, highest, total, true);
     if (!whole && space.cluster() == 1)
       __stcg(p.partial_stats + static_cast<int64_t>(slot) * S::kRows + row, make_float2(highest, total));
     space.rows()[row] = make_float2(highest, total);
+  }
+  const int row = S::kThreads - 1 - thread;
+  if (whole && row < min(S::kRows, segment.row_count)) space.outputs()[row] = output_row(p, segment, row);
+}
+
+// Calls `emit` with the row and the first position of each quad of kMergeSlices slices that is this thread's.
+template <class S, class Emit>
+__device__ __forceinline__ void for_quads(int rows, Emit emit) {
+  constexpr int kQuads = S::kMergeSlices * 4;
+  const int thread = recomputed_thread();
+  if constexpr (S::kThreads % kQuads == 0) {  // a thread's are one above the other
+    const int position = thread % kQuads * 4;
+#pragma unroll 2
+    for (int row = thread / kQuads; row < rows; row += S::kThreads / kQuads) emit(row, position);
+  } else {
+#pragma unroll 2
+    for (int i = thread; i < rows * kQuads; i += S::kThreads) emit(i / kQuads, i % kQuads * 4);
   }
 }
 
@@ -173,31 +199,41 @@ __device__ __forceinline__ void merge_stats(const VerifyParams& p, const Segment
 template <class S>
 __device__ __forceinline__ void emit_slices(const VerifyParams& p, const Segment& segment, int slot, int begin,
                                             const float* merge, int group_stride, const MergeSpace<S>& space) {
-  const bool in_cluster = space.cluster() > 1;
-  const bool whole = segment.worker_count == 1 && !in_cluster;
-  const int row_limit = min(S::kRows, segment.row_count);
-  float* target = in_cluster ? space.sum() : p.partial_output + static_cast<int64_t>(slot) * S::kRows * S::kHeadSize;
-  const int target_stride = in_cluster ? S::kSumStride : S::kHeadSize;
-  constexpr int kQuads = S::kMergeSlices * 4;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < row_limit * kQuads; i += S::kThreads) {
-    const int row = i / kQuads, position = i % kQuads * 4;
+  const int rows = min(S::kRows, segment.row_count);
+  const auto add_up = [&](int row, int position) {
+    const auto part = [&](int g) {
+      return *reinterpret_cast<const float4*>(merge + g * group_stride + row * S::kMergeStride + position);
+    };
+    if constexpr (S::kMergeGroups == 1) return part(0);
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int g = 0; g < S::kMergeGroups; ++g) {
-      const float4 part =
-          *reinterpret_cast<const float4*>(merge + g * group_stride + row * S::kMergeStride + position);
-      const float weight = S::kMergeGroups > 1 ? space.stats()[g * S::kRows + row].x : 1.f;
-      total.x += part.x * weight;
-      total.y += part.y * weight;
-      total.z += part.z * weight;
-      total.w += part.w * weight;
+      const float4 own = part(g);
+      const float weight = space.stats()[g * S::kRows + row].x;
+      total.x += own.x * weight;
+      total.y += own.y * weight;
+      total.z += own.z * weight;
+      total.w += own.w * weight;
     }
-    if (whole) {
-      store_four<S>(p, space.outputs()[row], begin * 16 + position, total, space.rows()[row].y);
-    } else {
-      *reinterpret_cast<float4*>(target + row * target_stride + begin * 16 + position) = total;
-    }
+    return total;
+  };
+  const auto put_out = [&](bool aligned) {
+    for_quads<S>(rows, [&](int row, int position) {
+      store_four<S>(p, aligned, space.outputs()[row], begin * 16 + position, add_up(row, position),
+                    space.rows()[row].y);
+    });
+  };
+  const bool in_cluster = space.cluster() > 1;
+  if (segment.worker_count > 1 || in_cluster) {
+    float* target = in_cluster ? space.sum() : p.partial_output + static_cast<int64_t>(slot) * S::kRows * S::kHeadSize;
+    const int target_stride = in_cluster ? S::kSumStride : S::kHeadSize;
+    for_quads<S>(rows, [&](int row, int position) {
+      *reinterpret_cast<float4*>(target + row * target_stride + begin * 16 + position) = add_up(row, position);
+    });
+  } else if (p.aligned) {
+    put_out(true);
+  } else {
+    put_out(false);
   }
 }
 
@@ -214,10 +250,10 @@ template <class S>
 __device__ __forceinline__ void add_groups(const VerifyParams& p, const Segment& segment, int group_index, int warp_row,
                                            int slot, const float (&accumulator)[S::kHeadSize / 16][S::kRowTiles][4],
                                            const MergeSpace<S>& space) {
-  const int lane = threadIdx.x % 32;
+  const int lane = recomputed_thread() % 32;
   int group_stride;
   float* merge = merge_buffer<S>(space, group_stride);
-  float* mine = merge + group_index * group_stride + (warp_row + lane % 4 * 2) * S::kMergeStride + lane / 4 * 2;
+  float* mine = merge + group_index * group_stride + (warp_row + lane % 4 * 2) * S::kMergeStride;
 #pragma unroll
   for (int begin = 0; begin < S::kHeadSize / 16; begin += S::kMergeSlices) {
     if (begin > 0) __syncthreads();
@@ -227,8 +263,8 @@ __device__ __forceinline__ void add_groups(const VerifyParams& p, const Segment&
       for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-          *reinterpret_cast<float2*>(mine + (8 * j + e) * S::kMergeStride + s * 16) =
-              make_float2(accumulator[begin + s][j][e], accumulator[begin + s][j][2 + e]);
+          put_pair<S>(mine + (8 * j + e) * S::kMergeStride + s * 16, lane / 4, accumulator[begin + s][j][e],
+                      accumulator[begin + s][j][2 + e]);
     __syncthreads();
     emit_slices<S>(p, segment, slot, begin, merge, group_stride, space);
   }

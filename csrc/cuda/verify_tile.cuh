@@ -92,6 +92,7 @@ struct Shape {
   static constexpr int kSharedBytes = kTableOffset + kTabledRequests * 8;
 
   // Byte offset of a 16-byte chunk of a query row, and of a row of a tile.
+  static constexpr int kQueryPitch = kQueryRowBytes;
   static __device__ __forceinline__ int query_offset(int row, int chunk) {
     return chunk_offset<kQueryRowBytes / 16>(row, chunk);
   }
@@ -176,41 +177,58 @@ __device__ __forceinline__ void expand_query(uint4& low, uint4& high) {
   fp8x4_to_half2<false>(bytes.w, low.w, high.w);
 }
 
+// Calls `each` with the row and the piece of sixteen numbers of every piece of the query rows that is this thread's, and
+// with where in shared memory the piece's one or two chunks begin.
+template <class S, class Each>
+__device__ __forceinline__ void for_query_pieces(Each each) {
+  constexpr int kPieces = S::kHeadSize / 16, kStep = S::kThreads / kPieces;
+  constexpr int kChunks = S::kFp8Query ? 1 : 2;
+  const int thread = recomputed_thread();
+  if constexpr (S::kThreads % kPieces == 0 && kStep % 8 == 0) {  // eight rows further the swizzle is the same
+    const int piece = thread % kPieces, first = thread / kPieces;
+    const int low = S::query_offset(first, kChunks * piece);
+    const int high = S::query_offset(first, kChunks * piece + kChunks - 1);
+#pragma unroll 1
+    for (int row = first, further = 0; row < S::kRows; row += kStep, further += kStep * S::kQueryPitch)
+      each(row, piece, low + further, high + further);
+  } else {
+#pragma unroll 1
+    for (int i = thread; i < S::kRows * kPieces; i += S::kThreads) {
+      const int row = i / kPieces, piece = i % kPieces;
+      each(row, piece, S::query_offset(row, kChunks * piece), S::query_offset(row, kChunks * piece + kChunks - 1));
+    }
+  }
+}
+
 // The query rows on their way into shared memory, zeros where the window has none. Which thread copies what is for
-// finish_query() to know: each thread copies sixteen numbers of a row.
+// finish_query() to know.
 template <class S>
 __device__ __forceinline__ void load_query(const VerifyParams& p, const Segment& segment, char* shared) {
-  constexpr int kPieces = S::kHeadSize / 16;
   const bool bytes = S::kFp8Query || (S::kExpandsQuery && p.fp8_query);
   const int64_t first = segment.work.start * p.query_token +
                         static_cast<int64_t>(segment.head) * p.group.value * p.query_head;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < S::kRows * kPieces; i += S::kThreads) {
-    const int row = i / kPieces, piece = i % kPieces;
+  for_query_pieces<S>([&](int row, int piece, int low, int high) {
     const bool inside = row < segment.row_count;
     const PackedRow packed(p, segment.first_row + (inside ? row : 0));
     const int64_t begin = first + packed.token * p.query_token + packed.head * p.query_head + piece * 16;
     if (bytes) {
       const auto* from = static_cast<const uint8_t*>(p.query) + begin;
-      char* to = shared + S::query_offset(row, S::kFp8Query ? piece : 2 * piece);
       if (p.aligned) {
-        copy_async16(smem_address(to), from, inside);
+        copy_async16(smem_address(shared + low), from, inside);
       } else {
-        *reinterpret_cast<uint4*>(to) = inside ? load_bytes_apart(from) : make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(shared + low) = inside ? load_bytes_apart(from) : make_uint4(0, 0, 0, 0);
       }
-      continue;
+      return;
     }
     const auto* from = static_cast<const uint16_t*>(p.query) + begin;
-    const int chunk = 2 * piece;
-    char *low_to = shared + S::query_offset(row, chunk), *high_to = shared + S::query_offset(row, chunk + 1);
     if (p.aligned) {
-      copy_async16(smem_address(low_to), from, inside);
-      copy_async16(smem_address(high_to), from + 8, inside);
-      continue;
+      copy_async16(smem_address(shared + low), from, inside);
+      copy_async16(smem_address(shared + high), from + 8, inside);
+      return;
     }
-    *reinterpret_cast<uint4*>(low_to) = inside ? load_eight_apart(from) : make_uint4(0, 0, 0, 0);
-    *reinterpret_cast<uint4*>(high_to) = inside ? load_eight_apart(from + 8) : make_uint4(0, 0, 0, 0);
-  }
+    *reinterpret_cast<uint4*>(shared + low) = inside ? load_eight_apart(from) : make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(shared + high) = inside ? load_eight_apart(from + 8) : make_uint4(0, 0, 0, 0);
+  });
 }
 
 // Gives query rows that have arrived the form that products with an fp8 cache want. Each thread does so for the
@@ -218,21 +236,18 @@ __device__ __forceinline__ void load_query(const VerifyParams& p, const Segment&
 template <class S>
 __device__ __forceinline__ void finish_query(const VerifyParams& p, char* shared) {
   if constexpr (!S::kFp8 || S::kFp8Query) return;
-  constexpr int kPieces = S::kHeadSize / 16;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < S::kRows * kPieces; i += S::kThreads) {
-    const int row = i / kPieces, chunk = i % kPieces * 2;
-    auto* low_at = reinterpret_cast<uint4*>(shared + S::query_offset(row, chunk));
-    auto* high_at = reinterpret_cast<uint4*>(shared + S::query_offset(row, chunk + 1));
-    uint4 low = *low_at, high = *high_at;
+  for_query_pieces<S>([&](int, int, int low_at, int high_at) {
+    auto* low_chunk = reinterpret_cast<uint4*>(shared + low_at);
+    auto* high_chunk = reinterpret_cast<uint4*>(shared + high_at);
+    uint4 low = *low_chunk, high = *high_chunk;
     if (S::kExpandsQuery && p.fp8_query) {
       expand_query(low, high);
     } else {
       arrange_query(p.is_bf16, low, high);
     }
-    *low_at = low;
-    *high_at = high;
-  }
+    *low_chunk = low;
+    *high_chunk = high;
+  });
 }
 
 // Begins the copy of a tile into a stage; rows past `valid` become zeros.

@@ -102,8 +102,8 @@ template <class S>
 __device__ __forceinline__ void pass_result(const VerifyParams& p, const Segment& segment, int slot,
                                             const float (&accumulator)[S::kBlocks][S::kRowTiles][4],
                                             const MergeSpace<S>& space) {
-  const int lane = threadIdx.x % 32;
-  const int row = S::first_row() + lane % 4 * 2, column = S::warp() * 16 + lane / 4 * 2;
+  const int lane = recomputed_thread() % 32;
+  const int row = S::first_row() + lane % 4 * 2, column = S::warp() * 16;
   const auto put = [&](float* to, int stride, int begin, int slices) {
 #pragma unroll
     for (int b = 0; b < S::kBlocks; ++b) {
@@ -113,8 +113,8 @@ __device__ __forceinline__ void pass_result(const VerifyParams& p, const Segment
       for (int j = 0; j < S::kRowTiles; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-          *reinterpret_cast<float2*>(to + (row + 8 * j + e) * stride + column + block * 64) =
-              make_float2(accumulator[b][j][e], accumulator[b][j][2 + e]);
+          put_pair<S>(to + (row + 8 * j + e) * stride + column + block * 64, lane / 4, accumulator[b][j][e],
+                      accumulator[b][j][2 + e]);
     }
   };
   if (space.cluster() > 1) {
