@@ -1,11 +1,12 @@
 """A kernel that reads a cell's context the way attention must, and computes nothing.
 
 Attention cannot take blocks as they lie: a request and KV head is one unit, whose keys and values only its
-own query rows want. Where there are fewer units than workers a unit is cut into parts, and whoever is last to
-finish one adds up what the parts have found, which for attention is as large as the unit's output in float32.
-That is done here: each worker reads its part of one unit and leaves a partial result, and the last of a unit
-adds them up and writes the output. What is left out is all that attention computes. So this is a mark for
-attention whose parts are joined through memory within one launch.
+own query rows want. Where there are fewer units than workers a unit is cut into parts, and what the parts
+have found is added up, which for attention is the unit's output in float32 for each. That is done here: each
+worker reads its part of one unit and leaves a partial result, of rows rounded up to eight, and the last of a
+unit adds them up and writes the output. What is left out is all that attention computes. It is a mark, not a
+bound: the last worker adds up alone, which takes its time where parts are many and large, and a step waits
+for its blocks' numbers before it asks for them.
 """
 
 from __future__ import annotations

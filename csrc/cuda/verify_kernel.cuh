@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_values(uint32_t value_tile, const float
     }
   } else {
     // A transposed 16-bit load moves pairs of neighbouring head positions: row g of a fragment is position 2g of
-    // the slice, row g + 8 is 2g + 1. finish_segment() undoes it.
+    // the slice, row g + 8 is 2g + 1. put_pair() undoes it.
     const int row = (lane & 7) + (((lane >> 3) & 1) << 3);
     const uint32_t base = value_tile + row * S::kRowBytes;
     const int swizzle = ((lane >> 4) ^ row_swizzle<kChunks>(row)) << 4;

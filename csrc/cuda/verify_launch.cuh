@@ -74,7 +74,7 @@ Residency find_residency(const LaunchRequest& request) {
   const Kernel kernels[] = {kernel_of<S, kBlocksPerSm>(false), kernel_of<S, kBlocksPerSm>(true)};
   Residency found;
   found.blocks = kMaxBlocksPerSm;
-  // A plan is for either kernel, so what is resident is what is of both.
+  // A plan is for either kernel, so as many thread blocks are counted as are resident of both.
   for (const Kernel kernel : kernels) {
     int blocks = 0;
     found.status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
@@ -89,8 +89,9 @@ Residency find_residency(const LaunchRequest& request) {
     const cudaLaunchConfig_t config =
         launch_config(found.clusters[1] / cluster * cluster, S::kThreads, S::kSharedBytes, cluster, &attribute, nullptr);
     // Launches with clusters have no more units than clusters (choose_cluster), so they are never of the other kernel.
-    if (cudaOccupancyMaxActiveClusters(&found.clusters[cluster], kernels[0], &config) != cudaSuccess)
-      found.clusters[cluster] = 0;
+    int active = 0;
+    if (cudaOccupancyMaxActiveClusters(&active, kernels[0], &config) != cudaSuccess) active = 0;
+    found.clusters[cluster] = std::min(active, found.clusters[1] / cluster);  // workspace and plan have room for no more
   }
   cudaGetLastError();  // a cluster size that does not fit is not an error
   return found;

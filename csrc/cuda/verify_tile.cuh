@@ -103,7 +103,7 @@ struct Shape {
   static constexpr int kCopyWarps = kRowWarps;
   static __device__ __forceinline__ int copy_warp() { return threadIdx.x / 32 % kRowWarps; }
   static __device__ __forceinline__ int copy_token() { return 0; }
-  // The threads that fill a tile where copying cannot.
+  // The threads that convert a window's rows for a tile of an fp8 cache.
   static constexpr int kFillThreads = 32 * kRowWarps;
   static __device__ __forceinline__ int fill_thread() { return threadIdx.x % kFillThreads; }
   static __device__ __forceinline__ int group() { return threadIdx.x / 32 / kRowWarps; }

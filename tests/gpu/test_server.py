@@ -109,7 +109,9 @@ def test_answers_and_figures_in_each_mode(server: ServerProcess) -> None:
         copied = delta.get("kv_write_bytes stage", 0)
         assert delta["kv_write_bytes_baseline"] == written("off", with_late, token_bytes) > 0
         assert paths - copied == written(mode, with_late, token_bytes) > 0
-        assert written(mode, total, token_bytes) <= total["kv_bytes_written"] <= paths
+        aside = total["kv_bytes_written"] - written(mode, total, token_bytes)
+        assert 0 <= aside <= copied
+        assert late or aside == copied
         assert delta["vllm accepted_tokens"] == total["accepted_tokens"]
         assert delta["mismatches"] == 0
         assert {"stage": 1, "off": 0, "cow": -1}[mode] * abs(total["kv_bytes_saved"]) == total[
