@@ -144,6 +144,8 @@ class Joiner:
             RuntimeError: a unit's output is not the sum of all its words.
 
         """
+        for tensor in (self.partial, self.output):  # what an earlier launch left must not pass for this one's
+            tensor.fill_(-1)
         self.layer(0)
         words = self.caches[0].view(-1, self.heads, self.words).sum(-1, dtype=torch.int64)
         wanted = [
@@ -161,14 +163,9 @@ class Joiner:
             self.layer(layer)
 
 
-def run_joining(step: Step, processors: int) -> dict[str, Callable[[], None]]:
-    """Return all ways to read and join the step's units, each after it has shown that it does.
-
-    Args:
-        step: the step.
-        processors: multiprocessors of the device.
-
-    """
+def run_joining(step: Step) -> dict[str, Callable[[], None]]:
+    """Return all ways to read and join the step's units, each after it has shown that it does."""
+    processors = torch.cuda.get_device_properties(step.blocks.device).multi_processor_count
     units = len(step.cell.contexts) * step.cell.heads[1]
     joiners = {f"joining {cut.parts}/{cut.warps}": Joiner(step, cut) for cut in cuts(units, processors)}
     for joiner in joiners.values():

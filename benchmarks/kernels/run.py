@@ -115,8 +115,7 @@ def measure(
     if args.reading and large and cell.drafts == JOINED_DRAFTS:
         from joining import run_joining
 
-        processors = torch.cuda.get_device_properties(step.blocks.device).multi_processor_count
-        functions |= run_joining(step, processors)
+        functions |= run_joining(step)
     graph_pool = torch.cuda.graph_pool_handle()
     graphs = {name: Graph(function, graph_pool) for name, function in functions.items()}
     times = interleaved(list(graphs.values()), args.turns, args.least_us, TIMES)

@@ -19,6 +19,22 @@ from types import SimpleNamespace
 import torch
 import cells, joining, reading
 
+def found_out(checked, name, wrong):
+    # Whether a check fails whose launch alone has something wrong.
+    layer, right = checked.layer, getattr(checked, name)
+    def amiss(index):
+        setattr(checked, name, wrong)
+        layer(index)
+        setattr(checked, name, right)
+    checked.layer = amiss
+    try:
+        checked.check()
+    except RuntimeError:
+        return True
+    finally:
+        checked.layer = layer
+    return False
+
 random = torch.Generator().manual_seed(1)
 for heads, fp8 in (((4, 2, 64), False), ((4, 1, 64), True), ((8, 4, 128), False)):
     cell = cells.Cell(heads, fp8, 3, 160, 4, 0.5)
@@ -33,44 +49,20 @@ for heads, fp8 in (((4, 2, 64), False), ((4, 1, 64), True), ((8, 4, 128), False)
         assert reader.blocks.numel() == sum(-(-context // 16) for context in cell.contexts) < cell.blocks
         reader.check()
         # The check can fail: one that leaves a block out, or reads it twice, is found out.
-        layer, blocks_read = reader.layer, reader.blocks
-        for wrong in (blocks_read[1:], torch.cat([blocks_read, blocks_read[:1]])):
-            def amiss(index, wrong=wrong):
-                reader.blocks = wrong
-                layer(index)
-                reader.blocks = blocks_read
-            reader.layer = amiss
-            try:
-                reader.check()
-            except RuntimeError:
-                continue
-            raise AssertionError(way)
+        read = reader.blocks
+        for wrong in (read[1:], torch.cat([read, read[:1]])):
+            assert found_out(reader, "blocks", wrong), way
     for cut in (joining.Cut(1, 4), joining.Cut(4, 4), joining.Cut(4, 8), joining.Cut(32, 4)):
         joiner = joining.Joiner(step, cut)
         joiner.check()
         joiner.check()  # the first left no ticket
-        # The check can fail: by a block more or less, or a ticket that another launch left.
-        layer, counts = joiner.layer, joiner.counts
+        # The check can fail: by a block less or more, or where parts are added up before the last is there.
         for wrong in (-1, 1):
-            def amiss(index, wrong=wrong):
-                joiner.counts = counts + torch.tensor([0, wrong, 0], dtype=torch.int32)
-                layer(index)
-                joiner.counts = counts
-            joiner.layer = amiss
-            try:
-                joiner.check()
-            except RuntimeError:
-                continue
-            raise AssertionError(cut)
-        joiner.layer = layer
-        if cut.parts == 1:
-            continue  # has no tickets
-        joiner.tickets[0] = 1
-        try:
-            joiner.check()
-        except RuntimeError:
-            continue
-        raise AssertionError(cut)
+            counts = joiner.counts + torch.tensor([0, wrong, 0], dtype=torch.int32)
+            assert found_out(joiner, "counts", counts), cut
+        if cut.parts > 1:
+            assert found_out(joiner, "tickets", torch.ones_like(joiner.tickets)), cut
+        joiner.check()
     assert [cut.parts for cut in joining.cuts(128, 132)] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
     assert [cut.parts for cut in joining.cuts(8, 132)] == [16, 16, 32, 32, 64, 64, 128, 128]
     assert [cut.parts for cut in joining.cuts(4096, 132)] == [1, 1]
