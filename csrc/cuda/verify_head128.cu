@@ -5,10 +5,17 @@
 namespace nwor {
 namespace {
 
-// Columns: row tiles, warpgroups, stages of keys, of values and of probabilities; then blocks per multiprocessor.
+// Columns: row tiles, warpgroups that divide the rows, stages of keys, of values and of probabilities, and warpgroups that take
+// tiles in turns; then blocks per multiprocessor.
 template <Kind kKind>
 cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 72);
+  if (in_turns(request))
+    return launch_first_fitting<Choice<WarpgroupShape<128, 1, 1, 3, 3, kKind, 2, 2, true>, 1>,
+                                Choice<WarpgroupShape<128, 2, 1, 3, 3, kKind, 2, 2, true>, 1>,
+                                Choice<WarpgroupShape<128, 3, 1, 3, 3, kKind, 2, 2, true>, 1>,
+                                Choice<WarpgroupShape<128, 5, 1, 3, 2, kKind, 1, 2, true>, 1>,
+                                Choice<WarpgroupShape<128, 9, 1, 2, 3, kKind, 1, 2, true>, 1>>(request);
   return launch_first_fitting<Choice<WarpgroupShape<128, 3, 1, 3, 3, kKind, 2>, 2>,
                               Choice<WarpgroupShape<128, 5, 1, 2, 2, kKind, 1>, 2>,
                               Choice<WarpgroupShape<128, 9, 1, 2, 2, kKind, 1>, 2>>(request);
@@ -54,7 +61,7 @@ cudaError_t launch_fp8(LaunchRequest request) {
 // As measured: with up to 24 rows mma.sync keeps up with memory as long as every multiprocessor has work enough; with few
 // units the warpgroup kernel's shorter chain wins, all the more where it need not convert the keys.
 bool wgmma_for_fp8(const LaunchRequest& request) {
-  const int64_t units = int64_t{request.params.batch} * request.params.num_kv_heads;
+  const int64_t units = units_of(request);
   if (!request.has_wgmma || request.rows > 24) return request.has_wgmma;
   return request.params.fp8_query ? units < 2 * request.num_sms : request.rows > 16 && 2 * units < request.num_sms;
 }
@@ -66,7 +73,9 @@ cudaError_t launch_head128(const LaunchRequest& request) {
     if (!wgmma_for_fp8(request)) return launch_fp8(request);
     return request.params.fp8_query ? launch_wgmma<Kind::kFp8Query>(request) : launch_wgmma<Kind::kFp8>(request);
   }
-  if (request.has_wgmma && request.rows > 16)
+  // As measured: up to 16 rows a launch takes tiles in turns where units are about as many as multiprocessors; where they are
+  // fewer or more, mma.sync keeps more warps in flight.
+  if (request.has_wgmma && (request.rows > 16 || (in_turns(request) && 2 * units_of(request) > request.num_sms)))
     return request.params.is_bf16 ? launch_wgmma<Kind::kBf16>(request) : launch_wgmma<Kind::kFp16>(request);
   return request.params.is_bf16 ? launch_16bit<Kind::kBf16>(request) : launch_16bit<Kind::kFp16>(request);
 }

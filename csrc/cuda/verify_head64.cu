@@ -4,10 +4,17 @@
 namespace nwor {
 namespace {
 
-// Columns: row tiles, warpgroups, stages of keys, of values and of probabilities; then blocks per multiprocessor.
+// Columns: row tiles, warpgroups that divide the rows, stages of keys, of values and of probabilities, and warpgroups that take
+// tiles in turns; then blocks per multiprocessor.
 template <Kind kKind>
 cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 72);
+  if (in_turns(request))
+    return launch_first_fitting<Choice<WarpgroupShape<64, 1, 1, 3, 4, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<64, 2, 1, 3, 4, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<64, 3, 1, 3, 4, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<64, 5, 1, 3, 4, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<64, 9, 1, 3, 3, kKind, 2, 3, true>, 1>>(request);
   return launch_first_fitting<Choice<WarpgroupShape<64, 1, 1, 3, 3, kKind, 2>, 3>,
                               Choice<WarpgroupShape<64, 2, 1, 3, 3, kKind, 2>, 3>,
                               Choice<WarpgroupShape<64, 3, 1, 2, 3, kKind, 1>, 4>,
@@ -53,7 +60,7 @@ cudaError_t launch_fp8(LaunchRequest request) {
 
 // Few units leave each multiprocessor few thread blocks; then the warpgroup kernel's shorter chain wins.
 bool few_units(const LaunchRequest& request) {
-  return request.params.batch * request.params.num_kv_heads < 2 * request.num_sms;
+  return units_of(request) < 2 * request.num_sms;
 }
 
 // As measured: with up to 24 rows and few units mma.sync converts an fp8 cache as fast, and keeps more warps in flight.

@@ -21,6 +21,16 @@ struct LaunchRequest {
   cudaStream_t stream;
 };
 
+// Units of a launch whose windows' rows a thread block keeps all of.
+inline int64_t units_of(const LaunchRequest& request) {
+  return int64_t{request.params.batch} * request.params.num_kv_heads;
+}
+
+// Whether each multiprocessor gets one thread block whose warpgroups take a unit's tiles in turns: where units are no more
+// than multiprocessors. Fewer thread blocks then have parts of a unit, and what joins them costs more than what adds a
+// thread block's warpgroups up.
+inline bool in_turns(const LaunchRequest& request) { return units_of(request) <= request.num_sms; }
+
 // Rows of a partial result that the workspace has room for, where kMaxBlocksPerSm thread blocks share a multiprocessor;
 // fewer may keep more each.
 inline int workspace_rows(int window_rows) { return std::min((window_rows + 7) / 8 * 8 + 32, kMaxRows); }
@@ -100,12 +110,13 @@ Residency find_residency(const LaunchRequest& request) {
 // How many thread blocks of a launch can add up through distributed shared memory; whether they do, the plan decides.
 // Large clusters leave multiprocessors out, since those of a processing cluster are not always a multiple; so clusters are
 // only as large as a unit has clusters. Where units are about as many as thread blocks, pairs serve those in between.
-inline int choose_cluster(const Residency& residency, int64_t units) {
+// `any`: as large as there is one for each unit, where a multiprocessor has but one thread block.
+inline int choose_cluster(const Residency& residency, int64_t units, bool any) {
   int best = 1;
   for (int cluster = 2; cluster <= kMaxCluster; cluster *= 2) {
     const bool square = int64_t{cluster} * cluster * units <= residency.clusters[1];
     const bool pair = cluster == 2 && residency.clusters[1] < 3 * units;
-    if ((square || pair) && residency.clusters[cluster] >= units) best = cluster;
+    if ((any || square || pair) && residency.clusters[cluster] >= units) best = cluster;
   }
   return best;
 }
@@ -123,7 +134,7 @@ cudaError_t launch(const LaunchRequest& request) {
   VerifyParams p = request.params;
   const int64_t chunks = (request.rows + S::kRows - 1) / S::kRows;
   const int64_t units = chunks * p.batch * p.num_kv_heads;
-  p.cluster = choose_cluster(residency, units);
+  p.cluster = choose_cluster(residency, units, S::kInTurns);
   p.clusters = residency.clusters[p.cluster];
   const int blocks = p.clusters * p.cluster;
   p.by_blocks = Divisor(blocks);

@@ -209,7 +209,7 @@ __device__ __forceinline__ void emit_slices(const VerifyParams& p, const Segment
 #pragma unroll
     for (int g = 0; g < S::kMergeGroups; ++g) {
       const float4 own = part(g);
-      const float weight = space.stats()[g * S::kRows + row].x;
+      const float weight = space.stats()[g * (S::kStatGroups / S::kMergeGroups) * S::kRows + row].x;
       total.x += own.x * weight;
       total.y += own.y * weight;
       total.z += own.z * weight;

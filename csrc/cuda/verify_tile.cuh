@@ -49,6 +49,7 @@ struct Shape {
   static constexpr bool kFp8 = kKind == Kind::kFp8;
   static constexpr bool kFp8Query = false;       // the query is multiplied as fp8
   static constexpr bool kExpandsQuery = kFp8;    // an fp8 query becomes fp16
+  static constexpr bool kInTurns = false;        // warpgroups with tiles of their own
   static constexpr bool kWindowFirst = false;    // tiles are taken from the segment's first one on
   static constexpr bool kFillsWindow = false;    // the window's tile is loaded as any other
 

@@ -28,8 +28,8 @@ __device__ __forceinline__ void convert_keys(uint32_t tile, uint32_t (&fragments
 template <class S>
 __device__ __forceinline__ uint32_t own_values(uint32_t tile) {
   constexpr int kPanels = S::kBlocks * 64 * (S::kRowBytes / S::kHeadSize) / S::kPitch;
-  static_assert(!S::kInPairs || kPanels * S::kGroups * S::kPanelBytes == S::kTileBytes);
-  return tile + S::group() * kPanels * S::kPanelBytes;
+  static_assert(kPanels * S::kStageTiles * S::kPanelBytes == S::kTileBytes);
+  return tile + S::of_pair() * kPanels * S::kPanelBytes;
 }
 
 // This warp's 16 positions of each 64 of its part of a tile of fp8 values as fragments, 16 tokens each; even positions in
@@ -63,7 +63,7 @@ template <class S>
 struct TileOperands {
   static constexpr bool kKeys = S::kFp8 && !S::kFp8Query;
   uint32_t keys[kKeys ? S::kHeadSize / 16 : 1][4];
-  uint32_t values[S::kFp8 ? S::kGroups : 1][S::kBlocks][4][4];
+  uint32_t values[S::kFp8 ? S::kStageTiles : 1][S::kBlocks][4][4];
 
   __device__ __forceinline__ void hold_keys() const {
     if constexpr (kKeys) {
@@ -74,7 +74,7 @@ struct TileOperands {
   __device__ __forceinline__ void hold_values() const {
     if constexpr (S::kFp8) {
 #pragma unroll
-      for (int g = 0; g < S::kGroups; ++g)
+      for (int g = 0; g < S::kStageTiles; ++g)
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b)
 #pragma unroll
@@ -137,7 +137,7 @@ __device__ __forceinline__ void multiply_tile_values(uint32_t tiles, uint32_t pr
                                                      TileOperands<S>& operands,
                                                      float (&accumulator)[S::kBlocks][S::kRowTiles][4]) {
 #pragma unroll
-  for (int g = 0; g < S::kGroups; ++g) {
+  for (int g = 0; g < S::kStageTiles; ++g) {
     const uint32_t tile = own_values<S>(tiles + g * S::kTileBytes);
     const WgmmaOperand<> rows(probabilities + g * S::kProbabilityBytes);
     if constexpr (S::kFp8) {

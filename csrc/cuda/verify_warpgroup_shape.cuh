@@ -11,10 +11,11 @@ namespace nwor {
 // A thread block has kRowGroups warpgroups, each with 8 * kRowTiles query rows of its own; all read the same tiles. Or
 // its two warpgroups take tiles in pairs: each computes the scores of all rows with a tile of its own, and half of the
 // head's values of both. Two row groups read and convert every tile twice, a pair's warpgroups only once. A stage is then
-// a pair, as is the room for probabilities. With one stage of each a loop of its own loads keys and values as soon as
-// there is room.
+// a pair, as is the room for probabilities. Or its warpgroups take tiles in turns: each has rings, probabilities and a result
+// of its own, and none waits for another before the results are added up. With one stage of each a loop of its own loads
+// keys and values as soon as there is room.
 template <int kD, int kRowTiles_, int kRowGroups_, int kKeyStages_, int kValueStages_, Kind kKind_,
-          int kProbabilities_, int kGroups_ = 1>
+          int kProbabilities_, int kGroups_ = 1, bool kInTurns_ = false>
 struct WarpgroupShape {
   static constexpr int kHeadSize = kD;
   static constexpr int kTile = 64;
@@ -22,8 +23,11 @@ struct WarpgroupShape {
   static constexpr int kRowGroups = kRowGroups_;
   static constexpr int kRowWarps = 4 * kRowGroups;
   static constexpr int kGroups = kGroups_;  // tiles at a time
-  static constexpr bool kInPairs = kGroups == 2;
-  static constexpr int kBlocks = kD / 64 / kGroups;  // of 64 head positions, in a warpgroup's part of the result
+  static constexpr bool kInTurns = kInTurns_;
+  static constexpr bool kInPairs = kGroups == 2 && !kInTurns;
+  static constexpr int kStageTiles = kInPairs ? 2 : 1;  // tiles of keys, or of values, in a stage
+  static constexpr int kRings = kInTurns ? kGroups : 1;
+  static constexpr int kBlocks = kD / 64 / kStageTiles;  // of 64 head positions, in a warpgroup's part of the result
   static constexpr int kKeyStages = kKeyStages_;
   static constexpr int kValueStages = kValueStages_;
   static constexpr int kProbabilities = kProbabilities_;  // tiles whose probabilities have room
@@ -38,7 +42,7 @@ struct WarpgroupShape {
   static constexpr bool kFillsWindow = kFp8;
   static constexpr bool kWindowFirst = !kOneStage;
   static_assert(kD % 64 == 0);
-  static_assert(kGroups == 1 || (kInPairs && kRowGroups == 1 && kD % 128 == 0));
+  static_assert(kGroups == 1 || (kRowGroups == 1 && (kInTurns || (kInPairs && kD % 128 == 0))));
   static_assert(kOneStage ? kProbabilities == 1 && kInPairs && !kFp8
                           : kValueStages >= 2 && kKeyStages >= 2 && kKeyStages + 1 >= kValueStages);
   static_assert(kProbabilities == 1 || kProbabilities == 2);
@@ -50,12 +54,13 @@ struct WarpgroupShape {
   static constexpr int kPitch = kRowBytes < 128 ? kRowBytes : 128;
   static constexpr int kPanelBytes = kTile * kPitch;
   static constexpr int kTileBytes = kTile * kRowBytes;
-  static constexpr int kStageBytes = kGroups * kTileBytes;
+  static constexpr int kStageBytes = kStageTiles * kTileBytes;
   static constexpr int kQueryRowBytes = kD * (kFp8Query ? 1 : 2);
   static constexpr int kQueryPitch = kQueryRowBytes < 128 ? kQueryRowBytes : 128;
   static constexpr int kQueryPanelBytes = kRows * kQueryPitch;
   static constexpr int kQueryBytes = (kRows * kQueryRowBytes + 1023) / 1024 * 1024;  // where a swizzle's period begins
-  static constexpr int kRingBytes = (kKeyStages + kValueStages) * kStageBytes;
+  static constexpr int kOwnRingBytes = (kKeyStages + kValueStages) * kStageBytes;
+  static constexpr int kRingBytes = kRings * kOwnRingBytes;
   static constexpr int kProbabilityBytes = kRows * 128;  // of one tile
   // A step's copies are two groups, of which what is wanted first comes first.
   static constexpr bool kValuesFirst = kKeyStages > kValueStages;
@@ -75,7 +80,8 @@ struct WarpgroupShape {
 
   // A result takes the place of the last keys and the last values, which lie side by side, while the other tiles of
   // the next segment are on their way already. Where that is too little, or a cluster adds up, it has the whole ring.
-  // With one stage it has the values' place, and as much room more as it needs.
+  // With one stage it has the values' place, and as much room more as it needs. Warpgroups that took turns leave their
+  // results in the ring, behind the place of their sum.
   static constexpr int kSumStride = kD + 4;
   static constexpr int kSumBytes = kRows * kSumStride * 4;
   static constexpr int kSpareBytes =
@@ -85,14 +91,18 @@ struct WarpgroupShape {
       if (kD / 16 % slices == 0 && kRows * (slices * 16 + 4) * 4 <= bytes) return slices;
     return 4;
   }
-  static constexpr bool kOverlap = kOneStage || kRows * (4 * 16 + 4) * 4 <= 2 * kStageBytes;
-  static constexpr int kMergeSlices = kOneStage ? kD / 16 : merge_slices(kOverlap ? 2 * kStageBytes : kRingBytes);
+  static constexpr bool kOverlap = !kInTurns && (kOneStage || kRows * (4 * 16 + 4) * 4 <= 2 * kStageBytes);
+  static constexpr int kMergeSlices =
+      kOneStage || kInTurns ? kD / 16 : merge_slices(kOverlap ? 2 * kStageBytes : kRingBytes);
   static constexpr int kMergeStride = kMergeSlices * 16 + 4;
-  static constexpr int kMergeGroups = 1;
+  static constexpr int kMergeBytes = kRows * kMergeStride * 4;
+  static constexpr int kMergeGroups = kRings;
   static constexpr int kSumOffset = kQueryBytes + (kOneStage ? kStageBytes : 0);
   static constexpr int kMergeOffset =
-      kOneStage ? kSumOffset : kQueryBytes + (kOverlap ? (kKeyStages - 1) * kStageBytes : 0);
-  static_assert(kOneStage || kRows * kMergeStride * 4 <= (kOverlap ? 2 * kStageBytes : kRingBytes));
+      kOneStage ? kSumOffset
+                : kQueryBytes + (kOverlap ? (kKeyStages - 1) * kStageBytes : kInTurns ? kSumBytes : 0);
+  static_assert(kOneStage || kMergeOffset + kMergeGroups * kMergeBytes <=
+                                 kQueryBytes + (kOverlap ? (kKeyStages + 1) * kStageBytes : kRingBytes));
   static_assert(kSumOffset + kSumBytes <= kQueryBytes + kRingBytes + kSpareBytes);
 
   static constexpr int kProbabilityOffset = kQueryBytes + kRingBytes + kSpareBytes;
@@ -111,20 +121,29 @@ struct WarpgroupShape {
   static __device__ __forceinline__ int first_row() {  // the warpgroup's first query row
     return kRowGroups == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * 8 * kRowTiles;
   }
-  // The warpgroup's number where tiles come in pairs, else a constant, which spares registers.
-  static __device__ __forceinline__ int group() { return kInPairs ? static_cast<int>(threadIdx.x / 128) : 0; }
+  // The warpgroup's number where it has tiles of its own, else a constant, which spares registers.
+  static __device__ __forceinline__ int group() { return kGroups > 1 ? static_cast<int>(threadIdx.x / 128) : 0; }
+  static __device__ __forceinline__ int of_pair() { return kInPairs ? group() : 0; }
+  static __device__ __forceinline__ int ring() { return kInTurns ? group() : 0; }
   // Where stages begin, and in them the tiles that this warp helps to fill.
-  static __device__ __forceinline__ int key_stage(int slot) { return kQueryBytes + slot * kStageBytes; }
-  static __device__ __forceinline__ int value_stage(int slot) {
-    return kQueryBytes + (kKeyStages + kValueStages - 1 - slot) * kStageBytes;
+  static __device__ __forceinline__ int key_stage(int slot) {
+    return kQueryBytes + ring() * kOwnRingBytes + slot * kStageBytes;
   }
-  static __device__ __forceinline__ int key_offset(int slot) { return key_stage(slot) + group() * kTileBytes; }
-  static __device__ __forceinline__ int value_offset(int slot) { return value_stage(slot) + group() * kTileBytes; }
+  static __device__ __forceinline__ int value_stage(int slot) {
+    return key_stage(kKeyStages + kValueStages - 1 - slot);
+  }
+  static __device__ __forceinline__ int key_offset(int slot) { return key_stage(slot) + of_pair() * kTileBytes; }
+  static __device__ __forceinline__ int value_offset(int slot) { return value_stage(slot) + of_pair() * kTileBytes; }
   static __device__ __forceinline__ uint32_t key_tile(const char* shared, int slot) {
     return smem_address(shared) + key_offset(slot);
   }
   static __device__ __forceinline__ uint32_t value_tiles(const char* shared, int slot) {
     return smem_address(shared) + value_stage(slot);
+  }
+
+  // Where the warpgroup's probabilities begin.
+  static __device__ __forceinline__ int probability_offset() {
+    return kProbabilityOffset + ring() * kProbabilities * kProbabilityBytes + first_row() * 128;
   }
 
   static __device__ __forceinline__ int query_offset(int row, int chunk) {
@@ -143,7 +162,9 @@ struct WarpgroupShape {
   static __device__ __forceinline__ int copy_token() { return warp() * kTileTokens; }
   // The threads that convert a window's rows for a tile.
   static constexpr int kFillThreads = kThreads / kGroups;
-  static __device__ __forceinline__ int fill_thread() { return kInPairs ? threadIdx.x % kFillThreads : threadIdx.x; }
+  static __device__ __forceinline__ int fill_thread() {
+    return kGroups > 1 ? static_cast<int>(threadIdx.x % kFillThreads) : static_cast<int>(threadIdx.x);
+  }
   static __device__ __forceinline__ int copy_offset() { return copy_token() * kPitch; }
 
   // Rows evenly spaced, and where they go.
@@ -259,7 +280,7 @@ struct TileQueue {
  private:
   __device__ __forceinline__ int tile_of(int step) const { return stream.first + stream.stride * step; }
   __device__ __forceinline__ int tile_of_first(int step) const {  // of a pair, the one that is there
-    return tile_of(step) + (S::kWindowFirst ? S::group() : -S::group());
+    return tile_of(step) + (S::kWindowFirst ? S::of_pair() : -S::of_pair());
   }
 
   // Whether a tile that a step would take is the segment's.

@@ -18,9 +18,9 @@ template <class S>
 __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segment& segment, TileQueue<S>& queue,
                                                WarpgroupState<S>& state, char* shared) {
   const uint32_t query = smem_address(shared) + S::first_row() * S::kQueryPitch;
-  const uint32_t probabilities = smem_address(shared) + S::kProbabilityOffset + S::first_row() * 128;
-  const uint32_t store_to = probability_place<S>(probabilities + S::group() * S::kProbabilityBytes);
-  char* exchange = shared + S::kProbabilityOffset + S::first_row() * 128;
+  char* exchange = shared + S::probability_offset();
+  const uint32_t probabilities = smem_address(exchange);
+  const uint32_t store_to = probability_place<S>(probabilities + S::of_pair() * S::kProbabilityBytes);
   const float logit_scale = p.scale * logit_descale<S>(p, segment.head);
   const float exponent_scale = logit_scale * kLog2e;
   const int masked_before = p.sliding_window > 0 ? segment.work.context + segment.work.window - p.sliding_window : 0;
@@ -45,13 +45,13 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
       if constexpr (S::kProbabilities == 1) {
         wgmma_wait<0>();  // for the previous tile's values
         operands.hold_values();
-        raise |= __syncthreads_or(exceeds) != 0;
+        raise |= any_of_rows<S>(exceeds);
         queue.advance(p, segment, step, shared);
         if (raise) raise_maxima<S>(exponent_scale, step == 0, scores, state, exchange);
         store_probabilities<S>(store_to, exponent_scale, scores, state, state.sum);
         copy_async_wait<S::kPending>();
         fence_async_proxy();
-        __syncthreads();
+        sync_rows<S>();
       } else {
         float sum[S::kRowTiles][2];
 #pragma unroll 1
@@ -65,7 +65,7 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
           copy_async_wait<S::kPending>();
           wgmma_wait<0>();  // for the previous tile's values
           fence_async_proxy();
-          raise = __syncthreads_or(exceeds) != 0;
+          raise = any_of_rows<S>(exceeds);
         } while (raise);
         operands.hold_values();
 #pragma unroll
@@ -82,7 +82,7 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
       if constexpr (S::kProbabilities == 2) queue.advance(p, segment, step, shared);
       key_slot = key_slot + 1 == S::kKeyStages ? 0 : key_slot + 1;
       value_slot = value_slot + 1 == S::kValueStages ? 0 : value_slot + 1;
-      if constexpr (S::kProbabilities == 2) parity = S::kGroups * S::kProbabilityBytes - parity;
+      if constexpr (S::kProbabilities == 2) parity = S::kStageTiles * S::kProbabilityBytes - parity;
       wgmma_wait<1>();  // the next tile's scores are there
       operands.hold_keys();
     }
@@ -107,7 +107,7 @@ __device__ __forceinline__ void pass_result(const VerifyParams& p, const Segment
   const auto put = [&](float* to, int stride, int begin, int slices) {
 #pragma unroll
     for (int b = 0; b < S::kBlocks; ++b) {
-      const int block = S::group() * S::kBlocks + b - begin / 4;
+      const int block = S::of_pair() * S::kBlocks + b - begin / 4;
       if (block < 0 || block >= slices / 4) continue;
 #pragma unroll
       for (int j = 0; j < S::kRowTiles; ++j)
@@ -117,7 +117,7 @@ __device__ __forceinline__ void pass_result(const VerifyParams& p, const Segment
                       accumulator[b][j][2 + e]);
     }
   };
-  if (space.cluster() > 1) {
+  if (!S::kInTurns && space.cluster() > 1) {
     put(space.sum(), S::kSumStride, 0, S::kHeadSize / 16);
     return;
   }
@@ -125,9 +125,9 @@ __device__ __forceinline__ void pass_result(const VerifyParams& p, const Segment
 #pragma unroll
   for (int begin = 0; begin < S::kHeadSize / 16; begin += S::kMergeSlices) {
     if (begin > 0) __syncthreads();
-    put(merge, S::kMergeStride, begin, S::kMergeSlices);
+    put(merge + S::ring() * (S::kMergeBytes / 4), S::kMergeStride, begin, S::kMergeSlices);
     __syncthreads();
-    emit_slices<S>(p, segment, slot, begin, merge, 0, space);
+    emit_slices<S>(p, segment, slot, begin, merge, S::kMergeBytes / 4, space);
   }
 }
 

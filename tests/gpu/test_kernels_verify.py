@@ -23,8 +23,10 @@ each_format = pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "
 
 
 #: By what they have thread blocks do: more than one unit each, of lengths that differ, one of which is cut;
-#: or one unit and a part of another.
+#: or one unit and a part of another; or, of 16 requests with 8 KV heads, about as many units as there are
+#: multiprocessors.
 MANY = {
+    "even": [700 + 11 * (i % 5) for i in range(16)],
     "many": [300] * 70,
     "uneven": [9000, *(100 + 37 * (i % 23) for i in range(69))],
     "between": [700 + 9 * (i % 7) for i in range(40)],
