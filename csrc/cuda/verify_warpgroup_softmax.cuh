@@ -52,33 +52,6 @@ __device__ __forceinline__ uint32_t probability_place(uint32_t probabilities) {
   return probabilities + lane % 8 * 128 + (((2 * S::warp() + lane / 8 % 2) ^ (lane % 8)) << 4);
 }
 
-// The threads that share rows and wait for each other at every tile: the whole thread block, or one of its warpgroups where
-// these take tiles in turns.
-template <class S>
-__device__ __forceinline__ void sync_rows() {
-  if constexpr (S::kInTurns) {
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + S::group()) : "memory");
-  } else {
-    __syncthreads();
-  }
-}
-
-// The same, and whether any of them says yes.
-template <class S>
-__device__ __forceinline__ bool any_of_rows(bool yes) {
-  if constexpr (S::kInTurns) {
-    int any;
-    asm volatile(
-        "{.reg .pred own, any; setp.ne.s32 own, %1, 0; bar.red.or.pred any, %2, 128, own; selp.s32 %0, 1, 0, any;}"
-        : "=r"(any)
-        : "r"(static_cast<int>(yes)), "r"(1 + S::group())
-        : "memory");
-    return any != 0;
-  } else {
-    return __syncthreads_or(yes) != 0;
-  }
-}
-
 // The running maxima of all rows after a tile that exceeds them, and what was added up shrunk to fit. Each row's warps,
 // those of both warpgroups where tiles come in pairs, leave what they found at `room`, one thread for each row joins it.
 // Called by all threads; the room is that of probabilities which nothing reads.
@@ -100,7 +73,7 @@ __device__ __forceinline__ void raise_maxima(float scale, bool first, const floa
       highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 16));
       if (lane < 4) exchange[kWarps * (8 * j + 2 * lane + c) + thread / 32] = highest;
     }
-  sync_rows<S>();
+  __syncthreads();
   if (thread < 8 * S::kRowTiles) {
     const float4* found = reinterpret_cast<const float4*>(exchange + kWarps * thread);
     float highest = kNoScore;
@@ -109,7 +82,7 @@ __device__ __forceinline__ void raise_maxima(float scale, bool first, const floa
       highest = fmaxf(highest, fmaxf(fmaxf(found[i].x, found[i].y), fmaxf(found[i].z, found[i].w)));
     next[thread] = -(S::kWindowFirst && first ? highest + kHeadroom : highest);
   }
-  sync_rows<S>();
+  __syncthreads();
 #pragma unroll
   for (int j = 0; j < S::kRowTiles; ++j) {
     const float2 pair = *reinterpret_cast<const float2*>(next + 8 * j + lane % 4 * 2);
@@ -127,7 +100,7 @@ __device__ __forceinline__ void raise_maxima(float scale, bool first, const floa
       }
     }
   }
-  sync_rows<S>();  // the probabilities may overwrite the maxima
+  __syncthreads();  // the probabilities may overwrite the maxima
 }
 
 // Scores to probabilities relative to the running maxima, and those to shared memory. `sum`: this lane's part with them;

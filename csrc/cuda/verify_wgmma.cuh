@@ -45,13 +45,13 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
       if constexpr (S::kProbabilities == 1) {
         wgmma_wait<0>();  // for the previous tile's values
         operands.hold_values();
-        raise |= any_of_rows<S>(exceeds);
+        raise |= __syncthreads_or(exceeds) != 0;
         queue.advance(p, segment, step, shared);
         if (raise) raise_maxima<S>(exponent_scale, step == 0, scores, state, exchange);
         store_probabilities<S>(store_to, exponent_scale, scores, state, state.sum);
         copy_async_wait<S::kPending>();
         fence_async_proxy();
-        sync_rows<S>();
+        __syncthreads();
       } else {
         float sum[S::kRowTiles][2];
 #pragma unroll 1
@@ -65,7 +65,7 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
           copy_async_wait<S::kPending>();
           wgmma_wait<0>();  // for the previous tile's values
           fence_async_proxy();
-          raise = any_of_rows<S>(exceeds);
+          raise = __syncthreads_or(exceeds) != 0;
         } while (raise);
         operands.hold_values();
 #pragma unroll
