@@ -10,12 +10,14 @@ namespace {
 template <Kind kKind>
 cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 72);
-  if (in_turns(request))
-    return launch_first_fitting<Choice<WarpgroupShape<128, 1, 1, 3, 3, kKind, 2, 2, true>, 1>,
-                                Choice<WarpgroupShape<128, 2, 1, 3, 3, kKind, 2, 2, true>, 1>,
-                                Choice<WarpgroupShape<128, 3, 1, 3, 3, kKind, 2, 2, true>, 1>,
-                                Choice<WarpgroupShape<128, 5, 1, 3, 2, kKind, 1, 2, true>, 1>,
-                                Choice<WarpgroupShape<128, 9, 1, 2, 3, kKind, 1, 2, true>, 1>>(request);
+  if constexpr (kHasTurns) {  // else these kernels are not compiled
+    if (in_turns(request))
+      return launch_first_fitting<Choice<WarpgroupShape<128, 1, 1, 3, 3, kKind, 2, 2, true>, 1>,
+                                  Choice<WarpgroupShape<128, 2, 1, 3, 3, kKind, 2, 2, true>, 1>,
+                                  Choice<WarpgroupShape<128, 3, 1, 3, 3, kKind, 2, 2, true>, 1>,
+                                  Choice<WarpgroupShape<128, 5, 1, 3, 2, kKind, 1, 2, true>, 1>,
+                                  Choice<WarpgroupShape<128, 9, 1, 2, 3, kKind, 1, 2, true>, 1>>(request);
+  }
   return launch_first_fitting<Choice<WarpgroupShape<128, 3, 1, 3, 3, kKind, 2>, 2>,
                               Choice<WarpgroupShape<128, 5, 1, 2, 2, kKind, 1>, 2>,
                               Choice<WarpgroupShape<128, 9, 1, 2, 2, kKind, 1>, 2>>(request);

@@ -29,7 +29,13 @@ inline int64_t units_of(const LaunchRequest& request) {
 // Whether each multiprocessor gets one thread block whose warpgroups take a unit's tiles in turns: where units are no more
 // than multiprocessors. Fewer thread blocks then have parts of a unit, and what joins them costs more than what adds a
 // thread block's warpgroups up.
-inline bool in_turns(const LaunchRequest& request) { return units_of(request) <= request.num_sms; }
+// Only in builds with NWOR_IN_TURNS: docs/kernels.md says what these kernels still have to show.
+#if NWOR_IN_TURNS
+constexpr bool kHasTurns = true;
+#else
+constexpr bool kHasTurns = false;
+#endif
+inline bool in_turns(const LaunchRequest& request) { return kHasTurns && units_of(request) <= request.num_sms; }
 
 // Rows of a partial result that the workspace has room for, where kMaxBlocksPerSm thread blocks share a multiprocessor;
 // fewer may keep more each.

@@ -18,9 +18,9 @@ template <class S>
 __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segment& segment, TileQueue<S>& queue,
                                                WarpgroupState<S>& state, char* shared) {
   const uint32_t query = smem_address(shared) + S::first_row() * S::kQueryPitch;
-  char* exchange = shared + S::probability_offset();
-  const uint32_t probabilities = smem_address(exchange);
+  const uint32_t probabilities = smem_address(shared) + S::probability_offset();
   const uint32_t store_to = probability_place<S>(probabilities + S::of_pair() * S::kProbabilityBytes);
+  char* exchange = shared + S::probability_offset();
   const float logit_scale = p.scale * logit_descale<S>(p, segment.head);
   const float exponent_scale = logit_scale * kLog2e;
   const int masked_before = p.sliding_window > 0 ? segment.work.context + segment.work.window - p.sliding_window : 0;
