@@ -12,8 +12,8 @@ namespace nwor {
 // its two warpgroups take tiles in pairs: each computes the scores of all rows with a tile of its own, and half of the
 // head's values of both. Two row groups read and convert every tile twice, a pair's warpgroups only once. A stage is then
 // a pair, as is the room for probabilities. Or its warpgroups take tiles in turns: each has rings, probabilities and a result
-// of its own; they keep step, so that one barrier serves all. With one stage of each a loop of its own loads
-// keys and values as soon as there is room.
+// of its own; they keep step, so that one barrier serves all. With one stage of each a loop of its own loads keys and values
+// as soon as there is room.
 template <int kD, int kRowTiles_, int kRowGroups_, int kKeyStages_, int kValueStages_, Kind kKind_,
           int kProbabilities_, int kGroups_ = 1, bool kInTurns_ = false>
 struct WarpgroupShape {
@@ -201,8 +201,8 @@ struct WarpgroupShape {
 
 // The tiles of a segment on their way into the rings. A step makes room for the keys of tile step + kKeyStages and the
 // values of tile step + kValueLead; their copies are two groups, also where nothing is left to load, so that a count of
-// groups tells what has arrived. Steps before the first fill the rings. The last pair of a segment may lack a tile; then
-// zeros are in its place.
+// groups tells what has arrived. Steps before the first fill the rings. Of warpgroups with tiles of their own some may lack a
+// segment's last; then zeros are in its place.
 template <class S>
 struct TileQueue {
   static constexpr int kValueLead = S::kOneStage ? S::kValueStages : S::kValueStages - 1;
@@ -279,7 +279,7 @@ struct TileQueue {
 
  private:
   __device__ __forceinline__ int tile_of(int step) const { return stream.first + stream.stride * step; }
-  __device__ __forceinline__ int tile_of_first(int step) const {  // of a pair, the one that is there
+  __device__ __forceinline__ int tile_of_first(int step) const {  // of the thread block's, the one that is there
     return tile_of(step) + (S::kWindowFirst ? S::group() : -S::group());
   }
 
