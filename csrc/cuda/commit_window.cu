@@ -1,7 +1,9 @@
 // commit_window: the accepted tokens of all layers into the paged cache, one launch.
 //
 // A thread block serves K or V of one layer and either one request (a prefix of its window) or a few slots (each
-// with the row that goes there). Its threads walk the tokens in 16-byte pieces, several loads in flight each.
+// with the row that goes there). Its threads walk the tokens in 16-byte pieces, several loads in flight each. K and V
+// of the same tokens are neighbours in the grid: they lie side by side in the cache, those of a small head in one line
+// of memory, and so are written at about the same time.
 #include <algorithm>
 
 #include "divisor.h"
@@ -104,22 +106,22 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     commit_kernel(const __grid_constant__ CommitParams p, const __grid_constant__ Pieces cut) {
   using Element = typename Type::Element;
   constexpr int kWidth = 16 / sizeof(Element);  // elements per 16-byte load
-  const int layer = blockIdx.y;
+  const int layer = blockIdx.y, part = blockIdx.x / 2;
+  const bool is_value = blockIdx.x % 2 == 1;
 
   int first, count;
   if (p.commit_counts != nullptr) {
-    first = __ldg(p.query_start_loc + blockIdx.x);
-    const int length = __ldg(p.query_start_loc + blockIdx.x + 1) - first;
-    const int given = __ldg(p.commit_counts + blockIdx.x);
+    first = __ldg(p.query_start_loc + part);
+    const int length = __ldg(p.query_start_loc + part + 1) - first;
+    const int given = __ldg(p.commit_counts + part);
     count = min(length, p.rejected ? length - given : given);
   } else {
-    first = __ldg(p.query_start_loc) + blockIdx.x * kSlotsPerBlock;
+    first = __ldg(p.query_start_loc) + part * kSlotsPerBlock;
     count = min(__ldg(p.query_start_loc + p.shape.batch) - first, kSlotsPerBlock);
   }
   count = min(count, p.shape.tokens - first);
   if (count <= 0) return;
 
-  const bool is_value = blockIdx.z == 1;
   const auto side = make_side<Element, CacheElement>(p.table, is_value, is_value ? p.v_scales : p.k_scales,
                                                      is_value ? p.v_scale_per_head : p.k_scale_per_head, layer,
                                                      p.shape.num_kv_heads);
@@ -194,14 +196,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
 template <class Type>
 cudaError_t launch(const CommitParams& p, cudaStream_t stream) {
-  const int blocks =
+  const int parts =
       p.commit_counts != nullptr ? p.shape.batch : (p.shape.tokens + kSlotsPerBlock - 1) / kSlotsPerBlock;
-  if (blocks == 0 || p.shape.layers == 0 || p.shape.num_kv_heads == 0 || p.shape.head_size == 0) return cudaSuccess;
+  if (parts == 0 || p.shape.layers == 0 || p.shape.num_kv_heads == 0 || p.shape.head_size == 0) return cudaSuccess;
   const int per_head = std::max<int>(p.shape.head_size * sizeof(typename Type::Element) / 16, 1);
   const Pieces cut{Divisor(p.shape.num_kv_heads * per_head), Divisor(per_head),
                    Divisor(p.shape.num_kv_heads * p.shape.head_size), Divisor(p.shape.head_size),
                    Divisor(p.shape.block_size)};
-  const dim3 grid(blocks, p.shape.layers, 2);
+  const dim3 grid(2 * parts, p.shape.layers);
   if (p.is_fp8) {
     commit_kernel<Type, uint8_t><<<grid, kThreads, 0, stream>>>(p, cut);
   } else {

@@ -10,14 +10,12 @@ namespace {
 template <Kind kKind>
 cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 72);
-  if constexpr (kHasTurns) {  // else these kernels are not compiled
-    if (in_turns(request))
-      return launch_first_fitting<Choice<WarpgroupShape<128, 1, 1, 3, 3, kKind, 2, 2, true>, 1>,
-                                  Choice<WarpgroupShape<128, 2, 1, 3, 3, kKind, 2, 2, true>, 1>,
-                                  Choice<WarpgroupShape<128, 3, 1, 3, 3, kKind, 2, 2, true>, 1>,
-                                  Choice<WarpgroupShape<128, 5, 1, 3, 2, kKind, 1, 2, true>, 1>,
-                                  Choice<WarpgroupShape<128, 9, 1, 2, 3, kKind, 1, 2, true>, 1>>(request);
-  }
+  if (in_turns(request))
+    return launch_first_fitting<Choice<WarpgroupShape<128, 1, 1, 3, 3, kKind, 2, 2, true>, 1>,
+                                Choice<WarpgroupShape<128, 2, 1, 3, 3, kKind, 2, 2, true>, 1>,
+                                Choice<WarpgroupShape<128, 3, 1, 3, 3, kKind, 2, 2, true>, 1>,
+                                Choice<WarpgroupShape<128, 5, 1, 3, 2, kKind, 1, 2, true>, 1>,
+                                Choice<WarpgroupShape<128, 9, 1, 2, 3, kKind, 1, 2, true>, 1>>(request);
   return launch_first_fitting<Choice<WarpgroupShape<128, 3, 1, 3, 3, kKind, 2>, 2>,
                               Choice<WarpgroupShape<128, 5, 1, 2, 2, kKind, 1>, 2>,
                               Choice<WarpgroupShape<128, 9, 1, 2, 2, kKind, 1>, 2>>(request);
@@ -36,9 +34,15 @@ template <>
 cudaError_t launch_wgmma<Kind::kFp8Query>(LaunchRequest request) {
   constexpr Kind kKind = Kind::kFp8Query;
   request.rows = std::min(request.rows, 72);
-  return launch_first_fitting<Choice<WarpgroupShape<128, 1, 1, 3, 4, kKind, 2>, 3>,
-                              Choice<WarpgroupShape<128, 2, 1, 3, 4, kKind, 2>, 3>,
-                              Choice<WarpgroupShape<128, 3, 1, 3, 4, kKind, 2>, 3>,
+  if (in_turns(request))
+    return launch_first_fitting<Choice<WarpgroupShape<128, 1, 1, 3, 4, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<128, 2, 1, 3, 4, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<128, 3, 1, 3, 4, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<128, 5, 1, 4, 5, kKind, 2, 2, true>, 1>,
+                                Choice<WarpgroupShape<128, 9, 1, 4, 5, kKind, 1, 2, true>, 1>>(request);
+  return launch_first_fitting<Choice<WarpgroupShape<128, 1, 1, 2, 3, kKind, 2>, 4>,
+                              Choice<WarpgroupShape<128, 2, 1, 2, 3, kKind, 2>, 4>,
+                              Choice<WarpgroupShape<128, 3, 1, 3, 4, kKind, 1>, 3>,
                               Choice<WarpgroupShape<128, 5, 1, 4, 5, kKind, 1>, 2>,
                               Choice<WarpgroupShape<128, 9, 1, 4, 5, kKind, 1>, 2>>(request);
 }
@@ -61,11 +65,10 @@ cudaError_t launch_fp8(LaunchRequest request) {
 }
 
 // As measured: with up to 24 rows mma.sync keeps up with memory as long as every multiprocessor has work enough; with few
-// units the warpgroup kernel's shorter chain wins, all the more where it need not convert the keys.
+// units the warpgroup kernel's shorter chain wins. With an fp8 query that kernel need not convert the keys, and wins always.
 bool wgmma_for_fp8(const LaunchRequest& request) {
-  const int64_t units = units_of(request);
-  if (!request.has_wgmma || request.rows > 24) return request.has_wgmma;
-  return request.params.fp8_query ? units < 2 * request.num_sms : request.rows > 16 && 2 * units < request.num_sms;
+  return request.has_wgmma && (request.params.fp8_query || request.rows > 24 ||
+                               (request.rows > 16 && 2 * units_of(request) < request.num_sms));
 }
 
 }  // namespace

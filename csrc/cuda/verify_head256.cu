@@ -6,7 +6,7 @@ namespace nwor {
 namespace {
 
 // Columns: row tiles, warpgroups that divide the rows, stages of keys, of values and of probabilities, and tiles at a time
-// (two for a pair of warpgroups); then blocks per multiprocessor.
+// (two for a pair of warpgroups, or for two that take turns); then blocks per multiprocessor.
 template <Kind kKind>
 cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 80);
@@ -32,6 +32,10 @@ template <>
 cudaError_t launch_wgmma<Kind::kFp8Query>(LaunchRequest request) {
   constexpr Kind kKind = Kind::kFp8Query;
   request.rows = std::min(request.rows, 80);
+  if (in_turns(request) && request.rows <= 24)
+    return launch_first_fitting<Choice<WarpgroupShape<256, 1, 1, 3, 3, kKind, 2, 2, true>, 1>,
+                                Choice<WarpgroupShape<256, 2, 1, 3, 3, kKind, 2, 2, true>, 1>,
+                                Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind, 2, 2, true>, 1>>(request);
   return launch_first_fitting<Choice<WarpgroupShape<256, 1, 1, 3, 3, kKind, 2>, 2>,
                               Choice<WarpgroupShape<256, 2, 1, 3, 3, kKind, 2>, 2>,
                               Choice<WarpgroupShape<256, 3, 1, 3, 3, kKind, 1>, 2>,

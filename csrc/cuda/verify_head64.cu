@@ -9,14 +9,12 @@ namespace {
 template <Kind kKind>
 cudaError_t launch_wgmma(LaunchRequest request) {
   request.rows = std::min(request.rows, 72);
-  if constexpr (kHasTurns) {  // else these kernels are not compiled
-    if (in_turns(request))
-      return launch_first_fitting<Choice<WarpgroupShape<64, 1, 1, 3, 4, kKind, 2, 3, true>, 1>,
-                                  Choice<WarpgroupShape<64, 2, 1, 3, 4, kKind, 2, 3, true>, 1>,
-                                  Choice<WarpgroupShape<64, 3, 1, 3, 4, kKind, 2, 3, true>, 1>,
-                                  Choice<WarpgroupShape<64, 5, 1, 3, 4, kKind, 2, 3, true>, 1>,
-                                  Choice<WarpgroupShape<64, 9, 1, 3, 3, kKind, 2, 3, true>, 1>>(request);
-  }
+  if (in_turns(request))
+    return launch_first_fitting<Choice<WarpgroupShape<64, 1, 1, 3, 4, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<64, 2, 1, 3, 4, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<64, 3, 1, 3, 4, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<64, 5, 1, 3, 4, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<64, 9, 1, 3, 3, kKind, 2, 3, true>, 1>>(request);
   return launch_first_fitting<Choice<WarpgroupShape<64, 1, 1, 3, 3, kKind, 2>, 3>,
                               Choice<WarpgroupShape<64, 2, 1, 3, 3, kKind, 2>, 3>,
                               Choice<WarpgroupShape<64, 3, 1, 2, 3, kKind, 1>, 4>,
@@ -37,6 +35,12 @@ template <>
 cudaError_t launch_wgmma<Kind::kFp8Query>(LaunchRequest request) {
   constexpr Kind kKind = Kind::kFp8Query;
   request.rows = std::min(request.rows, 72);
+  if (in_turns(request))
+    return launch_first_fitting<Choice<WarpgroupShape<64, 1, 1, 4, 5, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<64, 2, 1, 4, 5, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<64, 3, 1, 4, 5, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<64, 5, 1, 4, 5, kKind, 2, 3, true>, 1>,
+                                Choice<WarpgroupShape<64, 9, 1, 4, 5, kKind, 2, 3, true>, 1>>(request);
   return launch_first_fitting<Choice<WarpgroupShape<64, 1, 1, 4, 5, kKind, 1>, 4>,
                               Choice<WarpgroupShape<64, 2, 1, 4, 5, kKind, 1>, 4>,
                               Choice<WarpgroupShape<64, 3, 1, 4, 5, kKind, 1>, 4>,

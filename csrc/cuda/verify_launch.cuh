@@ -26,16 +26,10 @@ inline int64_t units_of(const LaunchRequest& request) {
   return int64_t{request.params.batch} * request.params.num_kv_heads;
 }
 
-// Whether kernels whose warpgroups take tiles in turns are compiled: docs/kernels.md says what they still have to show.
-#if NWOR_IN_TURNS
-constexpr bool kHasTurns = true;
-#else
-constexpr bool kHasTurns = false;
-#endif
-
-// Whether a launch takes them, with one thread block a multiprocessor: where units are no more than multiprocessors. Fewer
-// thread blocks then have parts of a unit, and what joins them costs more than what adds a thread block's warpgroups up.
-inline bool in_turns(const LaunchRequest& request) { return kHasTurns && units_of(request) <= request.num_sms; }
+// Whether a launch takes kernels whose warpgroups take tiles in turns, with one thread block a multiprocessor: where units
+// are no more than multiprocessors. Fewer thread blocks then have parts of a unit, and what joins them costs more than what
+// adds a thread block's warpgroups up.
+inline bool in_turns(const LaunchRequest& request) { return units_of(request) <= request.num_sms; }
 
 // Rows of a partial result that the workspace has room for, where kMaxBlocksPerSm thread blocks share a multiprocessor;
 // fewer may keep more each.

@@ -24,6 +24,7 @@ __device__ __forceinline__ void attend_one_stage(const VerifyParams& p, const Se
   const float exponent_scale = p.scale * kLog2e;
   const int masked_before = p.sliding_window > 0 ? segment.work.context + segment.work.window - p.sliding_window : 0;
   const WarpgroupBarrier barrier{1 + S::group()};
+  RowBarrier<S> all;
   state.clear();
 
 #pragma unroll 1
@@ -45,7 +46,7 @@ __device__ __forceinline__ void attend_one_stage(const VerifyParams& p, const Se
     const bool exceeds = highest_excess(exponent_scale, scores, state.minus_maximum) > kRescaleAbove;
     const bool raise = __syncthreads_or(exceeds) != 0 || step == 0;
     queue.next_keys(p, segment, step, shared);
-    if (raise) raise_maxima<S>(exponent_scale, step == 0, scores, state, shared + S::kProbabilityOffset);
+    if (raise) raise_maxima<S>(exponent_scale, step == 0, scores, state, shared + S::kProbabilityOffset, all);
     store_probabilities<S>(store_to, exponent_scale, scores, state, state.sum);
     copy_async_wait<S::kPendingOneStage>();
     fence_async_proxy();

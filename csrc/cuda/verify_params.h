@@ -53,6 +53,7 @@ struct VerifyParams {
 
   // Set by launch_verify_attention().
   bool whole_tiles;  // cache blocks hold whole tiles, and their strides take 32 bits
+  bool even_barriers;  // warpgroups in turns pass as many barriers (RowBarrier::even_out())
   // The caches' strides in bytes, as loads of whole tiles want them: in 32 bits.
   uint32_t key_block_bytes, key_token_bytes, value_block_bytes, value_token_bytes;
   Divisor group;          // query heads per KV head

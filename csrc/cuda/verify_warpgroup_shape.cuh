@@ -12,8 +12,8 @@ namespace nwor {
 // its two warpgroups take tiles in pairs: each computes the scores of all rows with a tile of its own, and half of the
 // head's values of both. Two row groups read and convert every tile twice, a pair's warpgroups only once. A stage is then
 // a pair, as is the room for probabilities. Or its warpgroups take tiles in turns: each has rings, probabilities and a result
-// of its own; they keep step, so that one barrier serves all. With one stage of each a loop of its own loads keys and values
-// as soon as there is room.
+// of its own, and none waits for another before the results are added up. With one stage of each a loop of its own loads
+// keys and values as soon as there is room.
 template <int kD, int kRowTiles_, int kRowGroups_, int kKeyStages_, int kValueStages_, Kind kKind_,
           int kProbabilities_, int kGroups_ = 1, bool kInTurns_ = false>
 struct WarpgroupShape {
@@ -219,7 +219,7 @@ struct TileQueue {
 
   // Whether, where the thread block has a tile for a step, this warpgroup has one as well.
   __device__ __forceinline__ bool is_whole(const Segment& segment, int step) const {
-    return S::kGroups == 1 || is_inside(segment, tile_of(step));
+    return !S::kInPairs || is_inside(segment, tile_of(step));
   }
 
   // Begins a segment: on their way when this returns are the query rows and the first tiles but the last keys or, with
@@ -279,8 +279,8 @@ struct TileQueue {
 
  private:
   __device__ __forceinline__ int tile_of(int step) const { return stream.first + stream.stride * step; }
-  __device__ __forceinline__ int tile_of_first(int step) const {  // of the thread block's, the one that is there
-    return tile_of(step) + (S::kWindowFirst ? S::group() : -S::group());
+  __device__ __forceinline__ int tile_of_first(int step) const {  // of a pair, the one that is there
+    return tile_of(step) + (S::kWindowFirst ? S::of_pair() : -S::of_pair());
   }
 
   // Whether a tile that a step would take is the segment's.
@@ -346,7 +346,7 @@ struct TileQueue {
     typename S::Rows rows{stream.key_cache, 0, to};
     int valid = 0;
     const int in_window = tile * S::kTile + S::copy_token() - segment.window_begin;  // below 0: in the context
-    if (S::kGroups > 1 && !is_inside(segment, tile)) {  // zeros
+    if (S::kInPairs && !is_inside(segment, tile)) {  // zeros
     } else if (__any_sync(0xffffffffu, in_window < 0)) {  // as in exists(): the warp does not diverge
       const int token = first_token(segment, tile);
       valid = segment.work.context - token;

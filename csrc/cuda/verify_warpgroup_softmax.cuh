@@ -52,12 +52,57 @@ __device__ __forceinline__ uint32_t probability_place(uint32_t probabilities) {
   return probabilities + lane % 8 * 128 + (((2 * S::warp() + lane / 8 % 2) ^ (lane % 8)) << 4);
 }
 
+// The barrier of the threads that share rows, who wait for each other at every tile: of the whole thread block, or of one
+// of its warpgroups where these take tiles in turns.
+template <class S>
+struct RowBarrier {
+  int passed = 0;  // how often the warpgroup came by
+
+  __device__ __forceinline__ void sync() {
+    if constexpr (S::kInTurns) {
+      asm volatile("barrier.sync.aligned %0, 128;" ::"r"(1 + S::ring()) : "memory");
+      ++passed;
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // The same, and whether any of the threads says yes.
+  __device__ __forceinline__ bool any(bool yes) {
+    if constexpr (S::kInTurns) {
+      int found;
+      asm volatile(
+          "{.reg .pred own, any; setp.ne.s32 own, %1, 0; barrier.red.or.pred.aligned any, %2, 128, own;"
+          " selp.s32 %0, 1, 0, any;}"
+          : "=r"(found)
+          : "r"(static_cast<int>(yes)), "r"(1 + S::ring())
+          : "memory");
+      ++passed;
+      return found != 0;
+    } else {
+      return __syncthreads_or(yes) != 0;
+    }
+  }
+
+  // Lets a warpgroup that came by less often than another make up for it. Of no use but to racecheck, which orders accesses
+  // by how many barriers each warp has passed, whichever they are: behind unequally many it takes a write, __syncthreads()
+  // and a read for a race. Called by all threads.
+  __device__ __forceinline__ void even_out() {
+    if constexpr (S::kInTurns) {
+#pragma unroll 1
+      for (int level = 0; __syncthreads_or(passed > level); ++level)
+        if (passed == level) sync();
+    }
+  }
+};
+
 // The running maxima of all rows after a tile that exceeds them, and what was added up shrunk to fit. Each row's warps,
 // those of both warpgroups where tiles come in pairs, leave what they found at `room`, one thread for each row joins it.
 // Called by all threads; the room is that of probabilities which nothing reads.
 template <class S>
 __device__ __forceinline__ void raise_maxima(float scale, bool first, const float (&scores)[S::kRowTiles][4],
-                                             WarpgroupState<S>& state, char* room) {
+                                             WarpgroupState<S>& state, char* room,
+                                             RowBarrier<S>& barrier) {
   constexpr int kWarps = 4 * S::kStageTiles, kThreads = 32 * kWarps;
   const int lane = threadIdx.x % 32, thread = threadIdx.x % kThreads;
   float* exchange = reinterpret_cast<float*>(room);  // [rows, kWarps]
@@ -73,7 +118,7 @@ __device__ __forceinline__ void raise_maxima(float scale, bool first, const floa
       highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 16));
       if (lane < 4) exchange[kWarps * (8 * j + 2 * lane + c) + thread / 32] = highest;
     }
-  __syncthreads();
+  barrier.sync();
   if (thread < 8 * S::kRowTiles) {
     const float4* found = reinterpret_cast<const float4*>(exchange + kWarps * thread);
     float highest = kNoScore;
@@ -82,7 +127,7 @@ __device__ __forceinline__ void raise_maxima(float scale, bool first, const floa
       highest = fmaxf(highest, fmaxf(fmaxf(found[i].x, found[i].y), fmaxf(found[i].z, found[i].w)));
     next[thread] = -(S::kWindowFirst && first ? highest + kHeadroom : highest);
   }
-  __syncthreads();
+  barrier.sync();
 #pragma unroll
   for (int j = 0; j < S::kRowTiles; ++j) {
     const float2 pair = *reinterpret_cast<const float2*>(next + 8 * j + lane % 4 * 2);
@@ -100,7 +145,7 @@ __device__ __forceinline__ void raise_maxima(float scale, bool first, const floa
       }
     }
   }
-  __syncthreads();  // the probabilities may overwrite the maxima
+  barrier.sync();  // the probabilities may overwrite the maxima
 }
 
 // Scores to probabilities relative to the running maxima, and those to shared memory. `sum`: this lane's part with them;

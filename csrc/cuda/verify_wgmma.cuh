@@ -24,6 +24,7 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
   const float logit_scale = p.scale * logit_descale<S>(p, segment.head);
   const float exponent_scale = logit_scale * kLog2e;
   const int masked_before = p.sliding_window > 0 ? segment.work.context + segment.work.window - p.sliding_window : 0;
+  RowBarrier<S> barrier;
   state.clear();
   copy_async_wait<S::kPendingAtFirst>();
   if constexpr (S::kFp8) finish_query<S>(p, shared);
@@ -45,27 +46,27 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
       if constexpr (S::kProbabilities == 1) {
         wgmma_wait<0>();  // for the previous tile's values
         operands.hold_values();
-        raise |= __syncthreads_or(exceeds) != 0;
+        raise |= barrier.any(exceeds);
         queue.advance(p, segment, step, shared);
-        if (raise) raise_maxima<S>(exponent_scale, step == 0, scores, state, exchange);
+        if (raise) raise_maxima<S>(exponent_scale, step == 0, scores, state, exchange, barrier);
         store_probabilities<S>(store_to, exponent_scale, scores, state, state.sum);
         copy_async_wait<S::kPending>();
         fence_async_proxy();
-        __syncthreads();
+        barrier.sync();
       } else {
         float sum[S::kRowTiles][2];
 #pragma unroll 1
         do {
           if (raise) {
             wgmma_wait<0>();
-            raise_maxima<S>(exponent_scale, step == 0, scores, state, exchange + parity);
+            raise_maxima<S>(exponent_scale, step == 0, scores, state, exchange + parity, barrier);
             exceeds = false;
           }
           store_probabilities<S>(store_to + parity, exponent_scale, scores, state, sum);
           copy_async_wait<S::kPending>();
           wgmma_wait<0>();  // for the previous tile's values
           fence_async_proxy();
-          raise = __syncthreads_or(exceeds) != 0;
+          raise = barrier.any(exceeds);
         } while (raise);
         operands.hold_values();
 #pragma unroll
@@ -93,6 +94,7 @@ __device__ __forceinline__ void attend_segment(const VerifyParams& p, const Segm
     operands.hold_values();
   }
   copy_async_wait<0>();
+  if (S::kInTurns && p.even_barriers) barrier.even_out();
   __syncthreads();  // the statistics may take the probabilities' place
 }
 
