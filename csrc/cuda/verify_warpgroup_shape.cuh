@@ -201,8 +201,8 @@ struct WarpgroupShape {
 
 // The tiles of a segment on their way into the rings. A step makes room for the keys of tile step + kKeyStages and the
 // values of tile step + kValueLead; their copies are two groups, also where nothing is left to load, so that a count of
-// groups tells what has arrived. Steps before the first fill the rings. Of warpgroups with tiles of their own some may lack a
-// segment's last; then zeros are in its place.
+// groups tells what has arrived. Steps before the first fill the rings. One of a pair's warpgroups may lack a segment's last
+// tile; then zeros are in its place. One that takes turns goes without.
 template <class S>
 struct TileQueue {
   static constexpr int kValueLead = S::kOneStage ? S::kValueStages : S::kValueStages - 1;
@@ -211,13 +211,13 @@ struct TileQueue {
   Stream<S> stream;
   int2 places[kLag + 1];  // of the last keys; the newest first
 
-  // Whether the thread block has a tile for a step; the answer is the whole warp's, which tells the compiler that it does
-  // not diverge around what depends on it.
+  // Whether the thread block, or a warpgroup that takes turns, has a tile for a step; the answer is the whole warp's, which
+  // tells the compiler that it does not diverge around what depends on it.
   __device__ __forceinline__ bool exists(const Segment& segment, int step) const {
     return __any_sync(0xffffffffu, is_inside(segment, tile_of_first(step)));
   }
 
-  // Whether, where the thread block has a tile for a step, this warpgroup has one as well.
+  // Whether, where one of a pair's warpgroups has a tile for a step, this one has one as well.
   __device__ __forceinline__ bool is_whole(const Segment& segment, int step) const {
     return !S::kInPairs || is_inside(segment, tile_of(step));
   }
