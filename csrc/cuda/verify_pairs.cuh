@@ -7,13 +7,6 @@
 
 namespace nwor {
 
-// The barrier of one warpgroup.
-struct WarpgroupBarrier {
-  int name;
-
-  __device__ __forceinline__ void sync() const { asm volatile("barrier.sync.aligned %0, 128;" ::"r"(name) : "memory"); }
-};
-
 // The tiles of a segment whose first ones are on their way.
 template <class S>
 __device__ __forceinline__ void attend_one_stage(const VerifyParams& p, const Segment& segment, TileQueue<S>& queue,

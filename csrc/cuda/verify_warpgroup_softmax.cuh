@@ -52,6 +52,13 @@ __device__ __forceinline__ uint32_t probability_place(uint32_t probabilities) {
   return probabilities + lane % 8 * 128 + (((2 * S::warp() + lane / 8 % 2) ^ (lane % 8)) << 4);
 }
 
+// The barrier of one warpgroup.
+struct WarpgroupBarrier {
+  int name;
+
+  __device__ __forceinline__ void sync() const { asm volatile("barrier.sync.aligned %0, 128;" ::"r"(name) : "memory"); }
+};
+
 // The barrier of the threads that share rows, who wait for each other at every tile: of the whole thread block, or of one
 // of its warpgroups where these take tiles in turns.
 template <class S>
@@ -60,7 +67,7 @@ struct RowBarrier {
 
   __device__ __forceinline__ void sync() {
     if constexpr (S::kInTurns) {
-      asm volatile("barrier.sync.aligned %0, 128;" ::"r"(1 + S::ring()) : "memory");
+      WarpgroupBarrier{1 + S::ring()}.sync();
       ++passed;
     } else {
       __syncthreads();
