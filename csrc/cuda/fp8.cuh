@@ -18,9 +18,13 @@ struct Quotient {
   float scale, reciprocal;
   bool exact, one;  // `one`: every number is its own quotient, as where no scale was calibrated
 
+  static __device__ __forceinline__ bool is_exact(float scale) {
+    const float magnitude = fabsf(scale);
+    return magnitude >= 0x1p-60f && magnitude <= 0x1p60f;
+  }
+
   __device__ __forceinline__ explicit Quotient(float by) : scale(by), reciprocal(1.f), one(by == 1.f) {
-    const float magnitude = fabsf(by);
-    exact = magnitude >= 0x1p-60f && magnitude <= 0x1p60f;
+    exact = is_exact(by);
     if (!one) reciprocal = 1.f / by;
   }
 
@@ -29,6 +33,14 @@ struct Quotient {
     const float corrected = fmaf(fmaf(-product, scale, x), reciprocal, product);
     const float magnitude = fabsf(product);
     return magnitude >= 0x1p-20f && magnitude < 0x1p40f ? corrected : product;  // the latter keeps a zero's sign
+  }
+
+  // Divides all of them, where `exact`.
+  template <int kCount>
+  __device__ __forceinline__ void divide_exact(float (&x)[kCount]) const {
+    if (one) return;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = of(x[i]);
   }
 
   // Divides all of them, with one decision for all of them.

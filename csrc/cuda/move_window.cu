@@ -1,12 +1,14 @@
 // stage_window, log_slots and restore_slots: raw bytes of all layers from one place to another, one launch each.
 #include <algorithm>
 
+#include "slot_rows.cuh"
 #include "window_params.h"
 
 namespace nwor {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256;  // of stage_window
+constexpr int kInFlight = 4;   // tokens of a thread
 
 template <class Word>
 __device__ __forceinline__ void copy_word(char* to, const char* from) {
@@ -26,63 +28,105 @@ __device__ __forceinline__ void copy_bytes(char* to, const char* from, int bytes
   }
 }
 
-// One block: K or V (z) of one layer (y) of one request's draft tokens (x), those from commit_counts on when
-// restoring.
+// K or V of one layer's cache, in bytes.
+struct CacheSide {
+  char* cache;
+  int64_t block, token, head, element;
+};
+
+__device__ __forceinline__ CacheSide cache_side(const SlotLogParams& p, int layer, bool value) {
+  const int64_t* row = reinterpret_cast<const int64_t*>(p.table + layer);
+  const auto bytes = [&](LayerColumn key_column, LayerColumn value_column) {
+    return __ldg(row + (value ? value_column : key_column)) * p.element_bytes;
+  };
+  return {reinterpret_cast<char*>(__ldg(row + (value ? kValueCachePtr : kKeyCachePtr))),
+          bytes(kKeyCacheBlockStride, kValueCacheBlockStride), bytes(kKeyCacheTokenStride, kValueCacheTokenStride),
+          bytes(kKeyCacheHeadStride, kValueCacheHeadStride), bytes(kKeyCacheElementStride, kValueCacheElementStride)};
+}
+
+// Rows of tokens `first` to `end`, a word at a place: from the cache to `log`, or back. `log` is token 0's row.
+template <bool kRestore, class Word>
+__device__ __forceinline__ void move_rows(const SlotLogParams& p, const Divisor& block_size, const CacheSide& side,
+                                          char* log, int first, int end, const Divisor& places,
+                                          const Divisor& places_per_head) {
+  const int all = static_cast<int>(places.value);
+  const int64_t step = sizeof(Word) == 16 ? 16 : side.element;
+  const bool far = p.shape.num_slots > INT32_MAX;
+  for (int chunk = blockIdx.z; chunk * kRowThreads < all; chunk += gridDim.z) {
+    const Lane lane(places, chunk);
+    if (lane.place >= all) continue;
+    const int head = divide(lane.place, places_per_head);
+    char* in_cache =
+        side.cache + head * side.head + (lane.place - head * static_cast<int>(places_per_head.value)) * step;
+    Word* in_log = reinterpret_cast<Word*>(log) + lane.place;
+    for (int base = first + lane.token; base < end; base += lane.step * kInFlight) {
+      // All loads before the first store: the compiler can't know that they are of different places.
+      Word data[kInFlight];
+      Word* to_slot[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        const int token = base + i * lane.step;
+        to_slot[i] = nullptr;
+        if (token >= end) continue;
+        const int64_t slot = __ldg(p.slots + token);
+        if (slot < 0 || slot >= p.shape.num_slots) continue;
+        const int64_t offset = far ? far_slot_offset(slot, block_size, side.block, side.token)
+                                   : slot_offset(static_cast<int>(slot), block_size, side.block, side.token);
+        to_slot[i] = reinterpret_cast<Word*>(in_cache + offset);
+        data[i] = kRestore ? in_log[static_cast<int64_t>(token) * all] : *to_slot[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        if (to_slot[i] == nullptr) continue;
+        *(kRestore ? to_slot[i] : in_log + static_cast<int64_t>(base + i * lane.step) * all) = data[i];
+      }
+    }
+  }
+}
+
+// One block: K or V (neighbours in x, as in the cache) of one layer (y) of one request's draft tokens, those from
+// commit_counts on when restoring, and a part of their rows (z).
 template <bool kRestore>
-__global__ void __launch_bounds__(kThreads) slot_log_kernel(const SlotLogParams p) {
-  const int layer = blockIdx.y;
-  const bool value = blockIdx.z == 1;
-  int first = __ldg(p.query_start_loc + blockIdx.x);
-  const int end = min(__ldg(p.query_start_loc + blockIdx.x + 1), p.shape.tokens);
+__global__ void __launch_bounds__(kRowThreads)
+    slot_log_kernel(const __grid_constant__ SlotLogParams p, const __grid_constant__ RowCut cut) {
+  const int layer = blockIdx.y, request = blockIdx.x / 2;
+  const bool value = blockIdx.x % 2 == 1;
+  const CacheSide side = cache_side(p, layer, value);
+  const int begin = __ldg(p.query_start_loc + request), after = __ldg(p.query_start_loc + request + 1);
+  const int end = min(after, p.shape.tokens);
   int kept = 1;
   if (kRestore) {
-    const int given = __ldg(p.commit_counts + blockIdx.x);
-    kept = max(p.rejected ? __ldg(p.query_start_loc + blockIdx.x + 1) - first - given : given, 1);
+    const int given = __ldg(p.commit_counts + request);
+    kept = max(p.rejected ? after - begin - given : given, 1);
   }
-  if (kept >= end - first) return;  // before they are added up: a count that is none may be any number
-  first += kept;
+  if (kept >= end - begin) return;  // before they are added up: a count that is none may be any number
 
-  const int64_t* row = reinterpret_cast<const int64_t*>(p.table + layer);
-  char* cache = reinterpret_cast<char*>(__ldg(row + (value ? kValueCachePtr : kKeyCachePtr)));
-  const int64_t block_stride = __ldg(row + (value ? kValueCacheBlockStride : kKeyCacheBlockStride)) * p.element_bytes;
-  const int64_t token_stride = __ldg(row + (value ? kValueCacheTokenStride : kKeyCacheTokenStride)) * p.element_bytes;
-  const int64_t head_stride = __ldg(row + (value ? kValueCacheHeadStride : kKeyCacheHeadStride)) * p.element_bytes;
-  const int64_t element_stride =
-      __ldg(row + (value ? kValueCacheElementStride : kKeyCacheElementStride)) * p.element_bytes;
   const int head_bytes = p.shape.head_size * p.element_bytes;
-  const int token_bytes = p.shape.num_kv_heads * head_bytes;
+  const int64_t token_bytes = static_cast<int64_t>(p.shape.num_kv_heads) * head_bytes;
   char* log = p.log + (static_cast<int64_t>(layer) * 2 + value) * p.log_rows * token_bytes;
-
-  const uint64_t alignment = reinterpret_cast<uint64_t>(cache) | reinterpret_cast<uint64_t>(p.log) | head_bytes |
-                             static_cast<uint64_t>(block_stride | token_stride | head_stride);
-  const int width = element_stride == p.element_bytes && alignment % 16 == 0 ? 16 : p.element_bytes;
-  const int64_t step = width == 16 ? 16 : element_stride;
-  const int per_head = head_bytes / width;
-  const int per_token = token_bytes / width;
-  const int pieces = (end - first) * per_token;
-#pragma unroll 4
-  for (int piece = threadIdx.x; piece < pieces; piece += kThreads) {
-    const int token = piece / per_token;
-    const int rest = piece - token * per_token;
-    const int64_t slot = __ldg(p.slots + first + token);
-    if (slot < 0 || slot >= p.shape.num_slots) continue;
-    const int head = rest / per_head;
-    const int64_t block = slot / p.shape.block_size;
-    char* in_cache = cache + block * block_stride + (slot - block * p.shape.block_size) * token_stride +
-                     head * head_stride + (rest - head * per_head) * step;
-    char* in_log = log + static_cast<int64_t>(first + token) * token_bytes + static_cast<int64_t>(rest) * width;
-    if constexpr (kRestore) {
-      copy_bytes(in_cache, in_log, width);
-    } else {
-      copy_bytes(in_log, in_cache, width);
-    }
+  const uint64_t alignment = reinterpret_cast<uint64_t>(side.cache) | reinterpret_cast<uint64_t>(p.log) | head_bytes |
+                             static_cast<uint64_t>(side.block | side.token | side.head);
+  const auto move = [&](auto word, const Divisor& places, const Divisor& per_head) {
+    move_rows<kRestore, decltype(word)>(p, cut.block_size, side, log, begin + kept, end, places, per_head);
+  };
+  if (side.element == p.element_bytes && alignment % 16 == 0) {
+    move(uint4{}, cut.places, cut.places_per_head);
+  } else if (p.element_bytes == 4) {
+    move(uint32_t{}, cut.elements, cut.head_size);
+  } else if (p.element_bytes == 2) {
+    move(uint16_t{}, cut.elements, cut.head_size);
+  } else {
+    move(uint8_t{}, cut.elements, cut.head_size);
   }
 }
 
 template <bool kRestore>
 cudaError_t launch_slot_log(const SlotLogParams& p, cudaStream_t stream) {
-  if (p.shape.batch == 0 || p.shape.layers == 0) return cudaSuccess;
-  slot_log_kernel<kRestore><<<dim3(p.shape.batch, p.shape.layers, 2), kThreads, 0, stream>>>(p);
+  if (p.shape.batch == 0 || p.shape.layers == 0 || p.shape.num_kv_heads == 0 || p.shape.head_size == 0)
+    return cudaSuccess;
+  const RowCut cut(p.shape, 16 / p.element_bytes);
+  slot_log_kernel<kRestore>
+      <<<dim3(2 * p.shape.batch, p.shape.layers, cut.blocks()), kRowThreads, 0, stream>>>(p, cut);
   return cudaGetLastError();
 }
 

@@ -158,6 +158,9 @@ def main() -> None:
         ("fp8", 8, 8, 32),
         ("auto", 3, 2, 8),
         ("fp8", 16, 1, 9),
+        ("auto", 16, 9, 256),  # rows of more 16-byte pieces than a thread block has threads
+        ("fp8", 16, 17, 256),
+        ("fp8", 16, 3, 80),
     ):
         move(cache, block, heads, size)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

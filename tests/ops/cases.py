@@ -367,6 +367,15 @@ SLOT_CASES = [
     replace(SLOT, heads=1, size=1, block_size=1, blocks=30),
     replace(SLOT, heads=3, size=20, block_size=256, blocks=2, dtype=FP32),
     replace(SLOT, heads=8, size=256, block_size=128, blocks=2, layers=1),
+    # Rows that are no power of two of 16-byte pieces, and those with more of them than a thread block has threads.
+    replace(SLOT, heads=3, size=80),
+    replace(SLOT, heads=9, size=256, layout="combined"),
+    replace(SLOT, heads=9, size=256, layout="columns"),
+    *[
+        replace(SLOT, kv_cache_dtype="fp8_e5m2", scales="head", layout=layout, heads=heads, size=size)
+        for heads, size in ((3, 80), (5, 72), (17, 256))
+        for layout in ("combined", "gaps", "columns")
+    ],
     replace(SLOT, windows=(64, 64, 1), counts=(64, 7, 1), layers=5, blocks=20),
     replace(SLOT, windows=(9,) * 70, counts=tuple(i % 9 + 1 for i in range(70)), blocks=50, layers=2),
 ]
