@@ -62,23 +62,23 @@ __device__ __forceinline__ void move_rows(const SlotLogParams& p, const Divisor&
     for (int base = first + lane.token; base < end; base += lane.step * kInFlight) {
       // All loads before the first store: the compiler can't know that they are of different places.
       Word data[kInFlight];
-      Word* to_slot[kInFlight];
+      Word* slot_word[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         const int token = base + i * lane.step;
-        to_slot[i] = nullptr;
+        slot_word[i] = nullptr;
         if (token >= end) continue;
         const int64_t slot = __ldg(p.slots + token);
         if (slot < 0 || slot >= p.shape.num_slots) continue;
         const int64_t offset = far ? far_slot_offset(slot, block_size, side.block, side.token)
                                    : slot_offset(static_cast<int>(slot), block_size, side.block, side.token);
-        to_slot[i] = reinterpret_cast<Word*>(in_cache + offset);
-        data[i] = kRestore ? in_log[static_cast<int64_t>(token) * all] : *to_slot[i];
+        slot_word[i] = reinterpret_cast<Word*>(in_cache + offset);
+        data[i] = kRestore ? in_log[static_cast<int64_t>(token) * all] : *slot_word[i];
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        if (to_slot[i] == nullptr) continue;
-        *(kRestore ? to_slot[i] : in_log + static_cast<int64_t>(base + i * lane.step) * all) = data[i];
+        if (slot_word[i] == nullptr) continue;
+        *(kRestore ? slot_word[i] : in_log + static_cast<int64_t>(base + i * lane.step) * all) = data[i];
       }
     }
   }
