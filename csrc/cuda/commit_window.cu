@@ -5,8 +5,6 @@
 // tokens, several of them in flight: what depends on the place, its head's scale too, is found once. K and V of the
 // same tokens are neighbours in the grid: they lie side by side in the cache, those of a small head in one line of
 // memory, and so are written at about the same time.
-#include <algorithm>
-
 #include "fp8.cuh"
 #include "slot_rows.cuh"
 #include "window_params.h"

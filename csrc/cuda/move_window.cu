@@ -1,6 +1,4 @@
 // stage_window, log_slots and restore_slots: raw bytes of all layers from one place to another, one launch each.
-#include <algorithm>
-
 #include "slot_rows.cuh"
 #include "window_params.h"
 

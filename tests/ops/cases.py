@@ -367,7 +367,7 @@ SLOT_CASES = [
     replace(SLOT, heads=1, size=1, block_size=1, blocks=30),
     replace(SLOT, heads=3, size=20, block_size=256, blocks=2, dtype=FP32),
     replace(SLOT, heads=8, size=256, block_size=128, blocks=2, layers=1),
-    # Rows that are no power of two of 16-byte pieces, and those with more of them than a thread block has threads.
+    # Rows that are no power of two of 16-byte pieces; more of these than a thread block has threads.
     replace(SLOT, heads=3, size=80),
     replace(SLOT, heads=9, size=256, layout="combined"),
     replace(SLOT, heads=9, size=256, layout="columns"),

@@ -158,7 +158,7 @@ SPECIAL += [2**-14 * 0.999]
 
 @pytest.mark.parametrize("kv_cache_dtype", FP8)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("scale", [1.0, 0.7, 3.0])
+@pytest.mark.parametrize("scale", [1.0, 0.7, 3.0, 1e-25, 1e25])
 def test_fp8_of_every_magnitude(
     kv_cache_dtype: str, dtype: torch.dtype, scale: float, device: torch.device
 ) -> None:
