@@ -131,9 +131,10 @@ def reading_part(name: str, rows: Sequence[Row], origin: str, large: float) -> s
     for (heads, batch, context), own in groups.items():
         first = own[DRAFTS[0]]
         moved = first["cache_bytes"]
-        times = [first["copy"], first["reading"], own[JOINED_DRAFTS]["joining"]]
-        times += [own[drafts]["nwor"] - own[drafts]["commit"] / 32 for drafts in DRAFTS]
-        cells = [f"{time:.1f} ({100 * moved / (time * 1e-6) / large:.0f}%)" for time in times]
+        joined = own.get(JOINED_DRAFTS, {}).get("joining")  # nothing of it where a run ended early
+        times: list[float | None] = [first["copy"], first["reading"], joined]
+        times += [row["nwor"] - row["commit"] / 32 if (row := own.get(k)) else None for k in DRAFTS]
+        cells = [f"{time:.1f} ({100 * moved / (time * 1e-6) / large:.0f}%)" if time else "" for time in times]
         lines.append(f"| {heads} | {batch} x {context} | {moved / 1e6:.0f} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
