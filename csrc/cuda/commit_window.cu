@@ -104,7 +104,7 @@ __device__ __forceinline__ int source_row(const CommitParams& p, int token) {
   return row < p.shape.tokens ? row : -1;
 }
 
-// A place's elements as they go to the cache, in one store. Only for scales by which `by` divides exactly.
+// A place's elements as they go to the cache, in one store. Only for scales that a reciprocal serves.
 template <class Type, class CacheElement, int kPieces>
 __device__ __forceinline__ void write(CacheElement* to, const uint4 (&data)[kPieces], const Quotient& by, bool e5m2) {
   using Element = typename Type::Element;
@@ -132,7 +132,8 @@ __device__ __forceinline__ void write(CacheElement* to, const uint4 (&data)[kPie
   }
 }
 
-// The same, an element at a time.
+// The same, an element at a time and for all that is seldom: rows that are not aligned, scales that no reciprocal serves,
+// caches of 2^31 slots and more.
 template <class Type, class CacheElement>
 __device__ __forceinline__ void write_singly(const CommitParams& p, const RowCut& cut,
                                              const Side<typename Type::Element, CacheElement>& side,

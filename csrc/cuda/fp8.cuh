@@ -48,8 +48,7 @@ struct Quotient {
   __device__ __forceinline__ void divide(float (&x)[kCount]) const {
     if (one) return;
     if (exact) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) x[i] = of(x[i]);
+      divide_exact(x);
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) x[i] = divide_exactly(x[i], scale);

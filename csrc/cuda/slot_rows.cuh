@@ -31,8 +31,6 @@ struct RowCut {
   int blocks() const { return (static_cast<int>(places.value) + kRowThreads - 1) / kRowThreads; }
 };
 
-#ifdef __CUDACC__
-
 // A thread's place of a row, the token it begins with, and how many tokens further its next one is. Where a row has
 // fewer places than there are threads, several tokens are served at once.
 struct Lane {
@@ -55,13 +53,11 @@ __device__ __forceinline__ int64_t slot_offset(int slot, const Divisor& block_si
   return block * block_stride + (slot - block * static_cast<int>(block_size.value)) * token_stride;
 }
 
-// The same for slots of any size, with a division of 64 bits.
+// The same for caches of 2^31 slots and more, with a division of 64 bits.
 __device__ __forceinline__ int64_t far_slot_offset(int64_t slot, const Divisor& block_size, int64_t block_stride,
                                                    int64_t token_stride) {
   const int64_t size = block_size.value;
   return slot / size * block_stride + slot % size * token_stride;
 }
-
-#endif
 
 }  // namespace nwor
