@@ -27,6 +27,8 @@ class NworConfig:
         mode: the mode in force after start-up.
         modes: the modes that may be switched to while the engine runs; graphs are captured for each of them.
         self_check_interval: verify the cache invariants on every N-th verify step; 0 turns the check off.
+        mixed_graph_rows: rows of the largest step that runs in one CUDA graph though prompts stand beside its
+            windows; 0 leaves such steps to vLLM's graphs of pieces.
         lean_host: spare the host work of vLLM's own whose outcome is known beforehand.
         lean_sampling: find the most likely tokens with NWOR's own kernels, on model runner V2 on CUDA.
 
@@ -35,6 +37,7 @@ class NworConfig:
     mode: Mode = Mode.STAGE
     modes: tuple[Mode, ...] = (Mode.OFF, Mode.STAGE, Mode.COW)
     self_check_interval: int = 0
+    mixed_graph_rows: int = 2048
     lean_host: bool = True
     lean_sampling: bool = True
 
@@ -48,10 +51,9 @@ class NworConfig:
         if self.mode not in self.modes:
             enabled = ", ".join(self.modes)
             raise ConfigError(f"NWOR mode {self.mode.value!r} is not among the enabled modes ({enabled})")
-        if self.self_check_interval < 0:
-            raise ConfigError(
-                f"NWOR setting 'self_check_interval' must be 0 or more, not {self.self_check_interval}"
-            )
+        for name in ("self_check_interval", "mixed_graph_rows"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"NWOR setting {name!r} must be 0 or more, not {getattr(self, name)}")
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> NworConfig:
@@ -77,8 +79,9 @@ class NworConfig:
             values["modes"] = _parse_modes(settings["modes"])
         elif "mode" in values:
             values["modes"] = tuple(Mode)
-        if "self_check_interval" in settings:
-            values["self_check_interval"] = _parse_int("self_check_interval", settings["self_check_interval"])
+        for name in ("self_check_interval", "mixed_graph_rows"):
+            if name in settings:
+                values[name] = _parse_int(name, settings[name])
         for name in ("lean_host", "lean_sampling"):
             if name in settings:
                 values[name] = _parse_bool(name, settings[name])
@@ -108,6 +111,7 @@ class NworConfig:
             "mode": self.mode.value,
             "modes": [mode.value for mode in self.modes],
             "self_check_interval": self.self_check_interval,
+            "mixed_graph_rows": self.mixed_graph_rows,
             "lean_host": self.lean_host,
             "lean_sampling": self.lean_sampling,
         }

@@ -48,6 +48,9 @@ class RankState:
         self_checks: steps whose cache was checked.
         capture_seconds: time that graphs of their own for ``stage`` took at start-up.
         capture_bytes: device memory that those graphs took.
+        mixed_graph_rows: rows of the largest mixed step that runs in one CUDA graph; 0 where none does.
+        mixed_graph_steps: steps that did.
+        mixed_graphs_why_not: why mixed steps do not run in one graph; None where they do.
         windows: windows since the start.
         changes: the latest changes that somebody asked for, oldest first: when, by which key, what.
 
@@ -70,6 +73,9 @@ class RankState:
     self_checks: int = 0
     capture_seconds: float = 0.0
     capture_bytes: int = 0
+    mixed_graph_rows: int = 0
+    mixed_graph_steps: int = 0
+    mixed_graphs_why_not: str | None = "not captured"
     windows: int = 0
     changes: list[dict[str, str]] = field(default_factory=list)
     _logged: set[str] = field(default_factory=set)
@@ -237,6 +243,11 @@ class RankState:
             "self_checks": self.self_checks,
             "capture_seconds": self.capture_seconds,
             "capture_bytes": self.capture_bytes,
+            "mixed_graphs": {
+                "rows": self.mixed_graph_rows,
+                "steps": self.mixed_graph_steps,
+                "why_not": self.mixed_graphs_why_not,
+            },
             "changes": self.changes,
             "counts": self.counts.plain(),
         }

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -60,6 +61,7 @@ class Window:
         staging: whether layers have to hand their keys and values over instead of writing them. Read only.
         finished_direct: whether the open batch fell back to direct writes. Read only.
         planned: what was planned for the lengths of the open batch, and holds until the next is begun.
+        split: what the layers of a mixed step's graph share while it is captured; None at all other times.
 
     """
 
@@ -69,6 +71,7 @@ class Window:
     staging: bool = False
     finished_direct: bool = False
     planned: set[object] = field(default_factory=set)
+    split: Any = None
     _state: _State = _IDLE
     _sources: Mapping[str, Source] = field(default_factory=dict)
     _tables: tuple[torch.Tensor, ...] = ()
@@ -82,6 +85,11 @@ class Window:
         # By a batch's identity, which holds as long as the batch stands here itself.
         self._prepared: dict[int, _Commits] = {}
         self._latest: _Commits | None = None
+
+    @property
+    def slot_keys(self) -> dict[str, int]:
+        """Which slot mapping each staged layer uses."""
+        return {name: group.slot_key for name, (group, _) in self._layers.items()}
 
     @property
     def layer_names(self) -> frozenset[str]:
@@ -105,7 +113,7 @@ class Window:
         self._state = _OPEN
         self.staging = batch.mode is _STAGE
         if batch.copy and self.staging:
-            self._aside = self._room(batch)
+            self._aside = self.room(batch.num_tokens)
         if not self.staging:
             self._logs = [
                 group_ops.log(batch.slots[group.slot_key], batch.query_start_loc)
@@ -284,7 +292,7 @@ class Window:
     def _copies(self, batch: WindowBatch) -> dict[str, Source]:
         self._require_all(self._sources)
         rows = batch.query_start_loc[-1:].contiguous()
-        copies = self._room(batch)
+        copies = self.room(batch.num_tokens)
         for group in self.groups:
             names = [layer.name for layer in group.layers]
             keys, values = zip(*(self._sources[name] for name in names), strict=True)
@@ -292,13 +300,13 @@ class Window:
             ops.stage_window(keys, values, own_keys, own_values, rows, validate=False)
         return copies
 
-    def _room(self, batch: WindowBatch) -> dict[str, Source]:
-        """Return new memory for the window's rows of every layer; docs/engine.md says why new."""
+    def room(self, rows: int) -> dict[str, Source]:
+        """Return new memory for windows' rows of every layer; docs/engine.md says why new."""
         room: dict[str, Source] = {}
         for group in self.groups:
             count, first = len(group.layers), group.layers[0]
             # One tensor for all layers: the host makes it in each step.
-            shape = (2 * count, batch.num_tokens, first.shape.num_kv_heads, first.shape.head_size)
+            shape = (2 * count, rows, first.shape.num_kv_heads, first.shape.head_size)
             sides = torch.empty(shape, dtype=first.source_dtype, device=first.kv_cache.device).unbind()
             names = [layer.name for layer in group.layers]
             room |= zip(names, zip(sides[:count], sides[count:], strict=True), strict=True)

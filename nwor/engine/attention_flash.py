@@ -79,6 +79,12 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
         if binding is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
+        split = binding.window.split
+        if split is not None:  # a mixed step's graph is being captured
+            split.fork()
+            split.keep(binding.layer.name, key, value)
+            super().do_kv_cache_update(layer, key, value, kv_cache, split.slots[binding.layer.name])
+            return
         if binding.window.hold is not None:
             # A piecewise graph is being captured: as long as these live, its pool gives each layer memory of
             # its own, which is what lets a later step leave the window where it is.
@@ -108,6 +114,8 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
         gets here. Stock attention takes it as it is, in every mode.
         """
         binding = self.nwor
+        if binding is not None and binding.window.split is not None and attn_metadata is not None:
+            return self._forward_split(binding, layer, query, key, value, kv_cache, attn_metadata, output)
         # Stock attention refuses to quantize its output; what it is asked to is left to it to refuse.
         quantizes = output_scale is not None or output_block_scale is not None
         if binding is None or attn_metadata is None or not binding.window.staging or quantizes:
@@ -121,6 +129,34 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
             super().forward(
                 layer, query[tokens:], key[tokens:], value[tokens:], kv_cache, rest, output[tokens:]
             )
+        return output
+
+    def _forward_split(
+        self,
+        binding: LayerBinding,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend in a graph that serves any split of its rows: windows on one stream, the rest on another."""
+        split = binding.window.split
+        with split.beside():
+            binding.attend(
+                query,
+                key,
+                value,
+                metadata.block_table,
+                split.window_starts,
+                metadata.seq_lens,
+                output,
+            )
+        rest = split.rest_of(self, metadata, kv_cache)
+        super().forward(layer, query, key, value, kv_cache, rest, output)
+        split.join()
         return output
 
 

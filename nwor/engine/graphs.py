@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +16,13 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     ModelCudaGraphManager,
 )
 
+from nwor.engine.mixed_graphs import MixedGraphs
 from nwor.engine.stage_set import StageSet
 
 if TYPE_CHECKING:
     from nwor.engine.rank import Rank
+
+logger = logging.getLogger("vllm.nwor.graphs")
 
 ForwardFn = Callable[[CUDAGraphMode], None]
 ForwardFactory = Callable[..., ForwardFn]
@@ -40,9 +46,16 @@ class _CaptureBothModes(CudaGraphManager):
     _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
     stage_graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
     stage: StageSet[BatchExecutionDescriptor]
+    mixed: MixedGraphs
+    mixed_descs: list[BatchExecutionDescriptor]
+    _step_inputs: tuple[torch.Tensor, torch.Tensor]
 
     def capture(self, create_forward_fn: ForwardFactory, progress_bar_desc: str = "") -> None:
-        """Capture vLLM's graphs, then those of ``stage`` where it is enabled."""
+        """Capture mixed steps', then vLLM's own graphs, then those of ``stage`` where it is enabled."""
+        self.mixed.clear()
+        if self.stage.wanted and self.mixed_descs:
+            # First, for vLLM sizes what all graphs put their results into by the first that it captures.
+            self._capture_mixed(create_forward_fn, progress_bar_desc)
         super().capture(self._holding(create_forward_fn), progress_bar_desc)
         self.stage_graphs = {}
         self.stage.clear()
@@ -51,14 +64,47 @@ class _CaptureBothModes(CudaGraphManager):
         descs = [desc for desc in self._capture_descs.get(CUDAGraphMode.FULL, []) if self._stageable(desc)]
         if not descs or self._max_full_descs_to_capture is not None:
             return
-        with self.stage.capture():
-            stock, self.graphs = self.graphs, {}
-            stock_descs, self._capture_descs = self._capture_descs, {CUDAGraphMode.FULL: descs}
-            try:
-                super().capture(self._staging(create_forward_fn), f"{progress_bar_desc} (NWOR stage)")
-                self.stage_graphs = self.graphs
-            finally:
-                self.graphs, self._capture_descs = stock, stock_descs
+        with self.stage.capture(), self._capturing(descs):
+            super().capture(self._staging(create_forward_fn), f"{progress_bar_desc} (NWOR stage)")
+            self.stage_graphs = self.graphs
+
+    def _capture_mixed(self, create_forward_fn: ForwardFactory, progress_bar_desc: str) -> None:
+        def run(wrap: Any) -> dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]:
+            def create(desc: BatchExecutionDescriptor, warmup: bool) -> ForwardFn:
+                return wrap(desc, create_forward_fn(desc, warmup), warmup)
+
+            with self._capturing(self.mixed_descs):
+                super(_CaptureBothModes, self).capture(create, f"{progress_bar_desc} (NWOR mixed)")
+                return self.graphs
+
+        state, device = self.nwor.state, self.nwor.device
+        started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+        slots, starts = self._step_inputs
+        try:
+            self.mixed.capture(self.mixed_descs, slots, starts, run)
+        except Exception as error:
+            self.mixed.clear()
+            state.mixed_graphs_why_not = f"capture failed: {type(error).__name__}: {error}"
+            logger.exception("mixed steps run piece by piece: their graphs could not be captured")
+            return
+        state.mixed_graphs_why_not = None
+        logger.info(
+            "%d graphs of mixed steps, up to %d rows, took %.1f s and %.2f GiB",
+            len(self.mixed.graphs),
+            state.mixed_graph_rows,
+            time.perf_counter() - started,
+            (free - torch.cuda.mem_get_info(device)[0]) / (1 << 30),
+        )
+
+    @contextmanager
+    def _capturing(self, descs: list[BatchExecutionDescriptor]) -> Iterator[None]:
+        """Have vLLM's own capture make other full graphs than its own within this block."""
+        stock, self.graphs = self.graphs, {}
+        stock_descs, self._capture_descs = self._capture_descs, {CUDAGraphMode.FULL: descs}
+        try:
+            yield
+        finally:
+            self.graphs, self._capture_descs = stock, stock_descs
 
     def _stageable(self, desc: BatchExecutionDescriptor) -> bool:
         return stageable(desc, self.nwor.longest_window)
@@ -71,8 +117,10 @@ class _CaptureBothModes(CudaGraphManager):
 
             def forward(cg_mode: CUDAGraphMode) -> None:
                 window = self.nwor.window
-                if cg_mode != CUDAGraphMode.PIECEWISE or window is None:
-                    forward_fn(cg_mode)
+                if cg_mode != CUDAGraphMode.PIECEWISE or window is None or self.mixed.graphs:
+                    forward_fn(
+                        cg_mode
+                    )  # no step that is staged replays pieces where it has a graph of its own
                     return
                 with window.holding():
                     forward_fn(cg_mode)
@@ -104,22 +152,73 @@ class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
     """vLLM's manager with a second set of graphs, chosen at replay."""
 
     @classmethod
-    def adopt(cls, manager: ModelCudaGraphManager, rank: Rank) -> NworCudaGraphManager:
-        """Turn vLLM's freshly made manager into this class; nothing has been captured yet."""
+    def adopt(
+        cls,
+        manager: ModelCudaGraphManager,
+        rank: Rank,
+        mixed_descs: Sequence[BatchExecutionDescriptor] = (),
+    ) -> NworCudaGraphManager:
+        """Turn vLLM's freshly made manager into this class; nothing has been captured yet.
+
+        Args:
+            manager: vLLM's.
+            rank: this rank, its layers bound.
+            mixed_descs: the graphs of mixed steps to capture, the largest first.
+
+        """
         if type(manager) is not ModelCudaGraphManager:
             raise TypeError(f"expected vLLM's ModelCudaGraphManager, found {type(manager).__name__}")
         manager.__class__ = cls
         assert isinstance(manager, cls)
         manager.nwor = rank
         manager.stage_graphs, manager.stage = {}, StageSet(rank)
+        manager.mixed = rank.mixed = MixedGraphs(rank)
+        manager.mixed_descs = list(mixed_descs)
         return manager
+
+    def capture(  # type: ignore[override]
+        self,
+        model: Any,
+        model_state: Any,
+        input_buffers: Any,
+        tensors: Any,
+        block_tables: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Capture all graphs; those of mixed steps read where vLLM puts each step's slots and first rows."""
+        self._step_inputs = block_tables.slot_mappings, input_buffers.query_start_loc
+        super().capture(model, model_state, input_buffers, tensors, block_tables, *args, **kwargs)  # type: ignore[call-arg]
+
+    def dispatch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int,
+        max_query_len: int | None = None,
+        num_ubatches: int = 1,
+    ) -> BatchExecutionDescriptor:
+        """Return vLLM's choice; in its place a mixed step's graph where that is no uniform decode."""
+        desc = super().dispatch(
+            num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches
+        )
+        if desc.uniform_token_count is not None or not self.mixed.graphs:
+            return desc
+        return self.mixed.choose(num_reqs, num_tokens, desc.num_active_loras) or desc
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
         """Replay the graph of the open window batch's mode."""
+        if desc is self.mixed.chosen:
+            self.mixed.prepare(desc)
+            return self._replay(desc, self.mixed.graphs)
         window = self.nwor.window
         if window is None or not window.staging or not self.stage.take(desc):
             return super().run_fullgraph(desc)
-        stock, self.graphs = self.graphs, self.stage_graphs
+        return self._replay(desc, self.stage_graphs)
+
+    def _replay(self, desc: BatchExecutionDescriptor, graphs: Any) -> Any:
+        stock, self.graphs = self.graphs, graphs
         try:
             return super().run_fullgraph(desc)
         finally:

@@ -25,6 +25,7 @@ class KnownStep:
     Args:
         treatment: how the windows of such a step are treated, nothing going wrong.
         query_lens: rows of each request of the window batch.
+        copy: whether the windows are copied aside as they are staged; not where a graph does so by itself.
 
     Attributes:
         treatment: likewise.
@@ -33,9 +34,10 @@ class KnownStep:
 
     """
 
-    __slots__ = ("_addresses", "_batch", "query_lens", "treatment", "windows")
+    __slots__ = ("_addresses", "_batch", "_copy", "query_lens", "treatment", "windows")
 
-    def __init__(self, treatment: Treatment, query_lens: Sequence[int]) -> None:
+    def __init__(self, treatment: Treatment, query_lens: Sequence[int], copy: bool = False) -> None:
+        self._copy = copy
         self.treatment = treatment
         self.query_lens = query_lens
         self.windows = sum(map(bool, treatment.draft_counts))
@@ -67,7 +69,7 @@ class KnownStep:
             num_tokens=tokens,
             query_start_loc=leading(query_start_loc, requests + 1),
             slots={key: leading(value, tokens) for key, value in slots.items()},
-            copy=self.treatment.copied_bytes > 0,
+            copy=self._copy,
         )
         if addresses is not None:
             self._addresses, self._batch = addresses, batch

@@ -23,9 +23,9 @@ FEW_ROWS = 512
 FEW_TIMES = 2
 
 
-#: What a step's shape is known by: rows and drafts of each request as int32, in bytes; that of a full step by
-#: how many requests it has.
-_Key = tuple[bytes, bytes] | int
+#: What a step's shape is known by: whether a graph copies its windows aside, then rows and drafts of each
+#: request as int32, in bytes; of a full step how many requests it has.
+_Key = tuple[object, ...]
 
 
 class Planner:
@@ -59,6 +59,7 @@ class Planner:
         draft_counts: Sequence[int] | npt.NDArray[Any],
         refusal: str | None,
         full: int = 0,
+        graph_copies: bool | None = None,
     ) -> KnownStep:
         """Return what holds for all steps of this shape.
 
@@ -68,9 +69,14 @@ class Planner:
             refusal: why nothing can be staged; None where it can.
             full: how many requests there are, where each has all its drafts and no rows beside its window; 0
                 for any other step. The shape then follows, and the numbers are not looked at again.
+            graph_copies: whether the step's mixed graph copies windows aside; None where it runs in none.
 
         """
-        key: _Key = full or (int32_bytes(query_lens), int32_bytes(draft_counts))
+        key: _Key = (
+            (graph_copies, full)
+            if full
+            else (graph_copies, int32_bytes(query_lens), int32_bytes(draft_counts))
+        )
         if self._mode is not self._state.mode or self._refusal != refusal:
             self._known.clear()
             self._mode, self._refusal = self._state.mode, refusal
@@ -81,7 +87,9 @@ class Planner:
         if known is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            known = self._known[key] = self._work_out(int32_bytes(query_lens), int32_bytes(draft_counts))
+            known = self._known[key] = self._work_out(
+                int32_bytes(query_lens), int32_bytes(draft_counts), graph_copies
+            )
         self._latest_key, self._latest = key, known
         return known
 
@@ -98,7 +106,7 @@ class Planner:
         reason = "" if mode is Mode.OFF else "fault"  # in `off` the windows are direct anyway
         return KnownStep(Treatment(mode.value, int32_bytes(draft_counts), 0, 0, outside=reason), [])
 
-    def _work_out(self, query_bytes: bytes, drafts: bytes) -> KnownStep:
+    def _work_out(self, query_bytes: bytes, drafts: bytes, graph_copies: bool | None) -> KnownStep:
         state = self._state
         query_lens: list[int] = np.frombuffer(query_bytes, INT32).tolist()
         draft_counts = np.frombuffer(drafts, INT32)
@@ -119,7 +127,7 @@ class Planner:
             held = tokens * state.engine_source_bytes
             # The memory of steps that a graph may serve is the graph's, and let go of by nobody.
             large = sum(query_lens) > max(FEW_TIMES * tokens, FEW_ROWS, self.largest_graph)
-            if large or self.copy_always:
+            if (large or self.copy_always) if graph_copies is None else graph_copies:
                 copied = state.engine_source_bytes
         elif requests:
             held = (tokens - requests) * state.engine_token_bytes
@@ -133,4 +141,4 @@ class Planner:
             held_bytes=held,
             copied_bytes=copied,
         )
-        return KnownStep(treatment, query_lens[:requests])
+        return KnownStep(treatment, query_lens[:requests], copy=copied > 0 and graph_copies is None)

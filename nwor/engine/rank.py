@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
@@ -34,6 +34,9 @@ from nwor.state import RankState
 from nwor.tally import StepRecord
 from nwor.window import Window
 
+if TYPE_CHECKING:
+    from nwor.engine.mixed_graphs import MixedGraphs
+
 
 class Rank:
     """NWOR on one worker.
@@ -42,6 +45,7 @@ class Rank:
         state: mode, counters, faults.
         window: owner of the window batches; None where nothing can be staged.
         deferral: the windows that wait for their counts; None on ranks of the last pipeline stage.
+        mixed: the CUDA graphs of mixed steps; None on runners that have none.
 
     """
 
@@ -53,6 +57,7 @@ class Rank:
         self.plan: StepPlan | None = None
         self.timer = CommitTimer(device)
         self.deferral: Deferral | None = None
+        self.mixed: MixedGraphs | None = None
         self._cut_short = CutShort(self.state)
         self._check: SelfCheck | None = None
         speculative = vllm_config.speculative_config
@@ -128,6 +133,12 @@ class Rank:
                 return
 
     @property
+    def most_window_rows(self) -> int:
+        """Rows of all windows of the largest batch."""
+        scheduler = self.vllm_config.scheduler_config
+        return min(scheduler.max_num_seqs * self.longest_window, scheduler.max_num_batched_tokens)
+
+    @property
     def always_copies(self) -> bool:
         """Whether every step's windows are copied aside as its layers run."""
         return self._planner.copy_always
@@ -172,6 +183,7 @@ class Rank:
         draft_counts: Sequence[int] | npt.NDArray[Any],
         early: bool = False,
         full: bool = False,
+        graph_copies: bool | None = None,
     ) -> StepPlan | None:
         """Decide, from the scheduler's own record of draft tokens, what this step does.
 
@@ -181,6 +193,7 @@ class Rank:
             draft_counts: draft tokens of each; its last rows.
             early: whether a request of the step may read what others of it write.
             full: whether each request has as many drafts as there can be, and no rows beside its window.
+            graph_copies: whether the step's mixed graph copies windows aside; None where it runs in none.
 
         Returns:
             The plan, or None where the step verifies nothing.
@@ -190,7 +203,9 @@ class Rank:
         if self.window is None:
             refusal = self.state.unsupported[0] if self.state.unsupported else "fault"
         try:
-            known = self._planner.known(query_lens, draft_counts, refusal, len(request_ids) if full else 0)
+            known = self._planner.known(
+                query_lens, draft_counts, refusal, len(request_ids) if full else 0, graph_copies
+            )
         except Exception as error:
             known = self._planner.failed(draft_counts, error)
         if not known.windows:

@@ -39,6 +39,8 @@ class NworRunnerV2(NworRunner, Base):
         if self.use_pp:
             self.nwor.next_step(in_flight_of(scheduler_output), freed_by(scheduler_output))
         self._nwor_early = takes_over_blocks(scheduler_output)
+        if self.nwor.mixed is not None:
+            self.nwor.mixed.chosen = None  # nobody chooses where a step has to run without graphs
         super().finish_requests(scheduler_output)
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -53,8 +55,14 @@ class NworRunnerV2(NworRunner, Base):
             full = (
                 input_batch.num_tokens == rows and input_batch.num_draft_tokens == rows - input_batch.num_reqs
             )
+            mixed = rank.mixed
             plan = rank.plan_step(
-                input_batch.req_ids, input_batch.num_scheduled_tokens, drafts, self._nwor_early, full
+                input_batch.req_ids,
+                input_batch.num_scheduled_tokens,
+                drafts,
+                self._nwor_early,
+                full,
+                None if mixed is None or mixed.chosen is None else mixed.copies(mixed.chosen),
             )
         rank.begin(plan, input_batch.query_start_loc, prepared[1])
         return prepared

@@ -9,7 +9,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from nwor.config import MAX_WINDOW
-from nwor.engine import lean_inputs, lean_launches, lean_sampling
+from nwor.engine import lean_inputs, lean_launches, lean_sampling, mixed_graphs
 from nwor.engine.attention_flash import NworFlashAttentionBackend, layer_cache_views
 from nwor.engine.graphs import NworCudaGraphManager, stageable
 from nwor.engine.layers import target_layers
@@ -34,14 +34,48 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
         """Allocate the cache, bind the layers, and take over the graphs before the first is captured."""
         super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
-        if not is_profiling:
-            self.cudagraph_manager = NworCudaGraphManager.adopt(self.cudagraph_manager, self.nwor)
-            config = self.nwor.state.config
+        state = self.nwor.state
+        descs = self._nwor_mixed_descs()
+        if is_profiling:
+            # vLLM captures its largest full graphs to learn what all of them take.
+            self.cudagraph_manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])[:0] = descs
+        else:
+            self.cudagraph_manager = NworCudaGraphManager.adopt(self.cudagraph_manager, self.nwor, descs)
+            config = state.config
             if config.lean_sampling:
                 lean_sampling.apply(self.speculator, self.rejection_sampler, self.max_num_reqs, self.device)
             if config.lean_host:
                 lean_inputs.apply()
                 lean_launches.apply()
+
+    def _nwor_mixed_descs(self) -> list[Any]:
+        """Return vLLM's names of the graphs of mixed steps to capture, the largest first."""
+        manager, config, state = self.cudagraph_manager, self.vllm_config, self.nwor.state
+        if not self._nwor_stages():
+            state.mixed_graphs_why_not = "nothing is staged"
+            return []
+        layers = target_layers(self)
+        if not state.config.mixed_graph_rows:
+            state.mixed_graphs_why_not = "they are off (mixed_graph_rows is 0)"
+            return []
+        state.mixed_graphs_why_not = mixed_graphs.why_not(config, layers, self.uses_inputs_embeds)
+        if state.mixed_graphs_why_not is not None:
+            logger.info("mixed steps run piece by piece: %s", state.mixed_graphs_why_not)
+            return []
+        most = min(state.config.mixed_graph_rows, config.scheduler_config.max_num_batched_tokens)
+        return mixed_graphs.descriptors(most, self.max_num_reqs, manager.lora_capture_cases)
+
+    def _nwor_stages(self) -> bool:
+        """Return whether this engine's graphs may ever be those of ``stage``."""
+        settings = self.vllm_config.compilation_config
+        if Mode.STAGE not in self.nwor.state.config.modes or memory_is_reused(settings):
+            return False
+        try:
+            check_engine(self.vllm_config, MAX_WINDOW)
+            check_graphs(settings)
+        except Unsupported:
+            return False
+        return True
 
     def profile_cudagraph_memory(self) -> int:
         """Return what all graphs will take, those of ``stage`` too: vLLM leaves it out of the cache."""
@@ -59,21 +93,24 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         return taken
 
     def _nwor_expect(self) -> int:
-        rank, manager, settings = self.nwor, self.cudagraph_manager, self.vllm_config.compilation_config
-        if Mode.STAGE not in rank.state.config.modes or memory_is_reused(settings):
-            return 0
-        try:
-            check_engine(self.vllm_config, MAX_WINDOW)
-            check_graphs(settings)
-        except Unsupported:
+        rank, manager = self.nwor, self.cudagraph_manager
+        if not self._nwor_stages():
             return 0
         descs = manager._capture_descs.get(CUDAGraphMode.FULL, [])
         rows = [desc.num_tokens for desc in descs if stageable(desc, rank.longest_window)]
-        elements = 0
+        elements = kv_elements = 0
         for layer in target_layers(self).values():
             impl = getattr(layer, "impl", None)  # a layer without one is refused when the cache is there
             if impl is not None:
                 # Values are a view of what one product made for queries, keys and values, and keep all of it.
                 elements += (impl.num_heads + 2 * impl.num_kv_heads) * impl.head_size
-        row_bytes = elements * self.model_config.dtype.itemsize
-        return expected_bytes(rows, manager._capture_mem_samples or [], row_bytes)
+                kv_elements += 2 * impl.num_kv_heads * impl.head_size
+        itemsize = self.model_config.dtype.itemsize
+        taken = expected_bytes(rows, manager._capture_mem_samples or [], elements * itemsize)
+        mixed = [desc.num_tokens for desc in self._nwor_mixed_descs()]
+        if mixed:
+            # Their activations are among what vLLM has just measured; what they keep is not.
+            kept = max(size for size in mixed if size <= mixed_graphs.MOST_KEPT_ROWS)
+            taken += max(0, kept - max(rows, default=0)) * elements * itemsize
+            taken += min(rank.most_window_rows, mixed[0]) * kv_elements * itemsize
+        return taken

@@ -8,7 +8,7 @@ between two sets at replay.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -42,6 +42,13 @@ def expected_bytes(rows: Sequence[int], samples: Sequence[int], row_bytes: int) 
         return 0
     each = max(samples[-1] if len(samples) > 1 else 0, LEAST_GRAPH_BYTES)
     return len(rows) * each + max(rows) * row_bytes
+
+
+def weak_sources(sources: Mapping[str, Source]) -> dict[str, Source]:
+    """Return the same keys and values by layer as tensors that do not own their memory."""
+    tensors = [tensor for source in sources.values() for tensor in source]
+    weak: list[Any] = weak_ref_tensors(tensors)
+    return dict(zip(sources, zip(weak[::2], weak[1::2], strict=True), strict=True))
 
 
 class StageSet(Generic[Name]):
@@ -116,10 +123,7 @@ class StageSet(Generic[Name]):
 
     def note(self, name: Name) -> None:
         """Note where the pass that has just been captured left its window."""
-        layers = list(self._window.sources)
-        tensors = [tensor for layer in layers for tensor in self._window.sources[layer]]
-        weak: list[Any] = weak_ref_tensors(tensors)
-        self._noted[name] = dict(zip(layers, zip(weak[::2], weak[1::2], strict=True), strict=True))
+        self._noted[name] = weak_sources(self._window.sources)
 
     def take(self, name: Name) -> bool:
         """Settle which set's graph the open batch, which is to be staged, runs in.

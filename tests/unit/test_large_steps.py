@@ -163,10 +163,10 @@ def test_an_error_while_copying_writes_the_step_directly(
 def test_no_memory_for_the_copies_is_a_fault_of_the_step(
     toy: ToyLayers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(batch: Any) -> None:
+    def no_room(rows: int) -> None:
         raise torch.OutOfMemoryError("no memory for the copies")
 
-    monkeypatch.setattr(toy.window, "_room", no_room)
+    monkeypatch.setattr(toy.window, "room", no_room)
     plan = begin(toy)
     assert plan.faulty
     assert not toy.window.staging

@@ -50,8 +50,8 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = object.__new__(NworGPUModelRunnerV2)
     made.vllm_config = SimpleNamespace(compilation_config="settings")
     made.model_config = SimpleNamespace(dtype=torch.bfloat16)
-    config = SimpleNamespace(modes=(Mode.OFF, Mode.STAGE))
-    made.nwor = SimpleNamespace(state=SimpleNamespace(config=config), longest_window=5)
+    config = SimpleNamespace(modes=(Mode.OFF, Mode.STAGE), mixed_graph_rows=0)
+    made.nwor = SimpleNamespace(state=SimpleNamespace(config=config), longest_window=5, most_window_rows=640)
     made.cudagraph_manager = SimpleNamespace(
         _capture_descs={CUDAGraphMode.FULL: FULL, CUDAGraphMode.PIECEWISE: [_desc(40, 8, 5)]},
         _capture_mem_samples=[90 * MIB, 3 * MIB],
@@ -79,6 +79,18 @@ def test_graphs_take_what_vllms_do_and_one_set_of_keys_and_values() -> None:
 
 def test_added_to_vllms_estimate(runner: Any) -> None:
     assert runner.profile_cudagraph_memory() == OWN + 3 * 3 * MIB + 40 * ROW_BYTES
+
+
+@pytest.mark.parametrize("sizes", [[2048, 1024, 512, 448], [512], [64, 16]])
+def test_what_graphs_of_mixed_steps_keep_comes_on_top(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> None:
+    # vLLM captures them among its own and so measures all but the keys and values that outlive a replay.
+    monkeypatch.setattr(runner, "_nwor_mixed_descs", lambda: [_desc(size, size, None) for size in sizes])
+    kept = max(40, *(size for size in sizes if size <= 512))
+    aside = min(640, sizes[0])
+    kv_bytes = 2 * 2 * 2 * 64 * 2
+    assert runner.profile_cudagraph_memory() == OWN + 3 * 3 * MIB + kept * ROW_BYTES + aside * kv_bytes
 
 
 def test_nothing_is_added_where_no_graph_of_stage_comes(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

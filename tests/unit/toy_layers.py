@@ -24,7 +24,10 @@ class ToyLayers:
     """
 
     def __init__(self, layers: int = 3, longest: int = 4) -> None:
-        config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=longest - 1))
+        config = SimpleNamespace(
+            speculative_config=SimpleNamespace(num_speculative_tokens=longest - 1),
+            scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=4096),
+        )
         self.rank = Rank(config, NworConfig.from_mapping({"mode": "stage"}), torch.device("cpu"))
         self.names = [f"layer.{index}" for index in range(layers)]
         self.caches = {name: torch.zeros(BLOCKS, BLOCK, 2, HEADS, SIZE) for name in self.names}
@@ -55,6 +58,17 @@ class ToyLayers:
                 self.window.stage(layer.name, key[:tokens], -key[:tokens])
             layer.direct_write(key[tokens:], -key[tokens:], slots[tokens:])
         return torch.zeros(len(slots))
+
+    def forward_split(self) -> torch.Tensor:
+        """Run one pass of a mixed step's graph: of its rows each layer writes those that have a slot."""
+        split = self.window.split
+        for layer in self.window.groups[0].layers:
+            key = self.made[layer.name] = torch.randn(split.num_tokens, HEADS, SIZE)
+            split.fork()
+            split.keep(layer.name, key, -key)
+            layer.direct_write(key, -key, split.slots[layer.name])
+            split.join()
+        return torch.zeros(split.num_tokens)
 
     def written(self, slots: torch.Tensor) -> list[int]:
         """Return the rows of the latest pass that stand in the cache, the same in all layers."""

@@ -1,0 +1,229 @@
+"""Claim: one graph of a mixed step writes, keeps and commits the right rows, wherever its windows end.
+
+Coverage: layers with real caches on a CPU, the graph stood in for by the captured pass run again: splits of
+every kind, rows written early, copies aside, faults, the choice among sizes, engines without such graphs.
+Attention, capture and replay need a GPU: tests/gpu.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.config.compilation import CUDAGraphMode
+
+from nwor.engine import mixed_graphs
+from nwor.engine.mixed_graphs import MixedGraphs, descriptors, graph_sizes
+from nwor.engine.split_step import MOST_SPLIT_ROWS, SplitStep, splits_for
+from nwor.modes import Mode
+from tests.unit.toy_layers import BLOCK, BLOCKS, ToyLayers
+
+#: Two windows, of three rows and one, then a prompt of seven; the graph has sixteen rows and four requests.
+STARTS = torch.tensor([0, 3, 4, 11, 11, 11, 11], dtype=torch.int32)
+WINDOW_ROWS, ROWS, SIZE = 4, 11, 16
+SLOTS = torch.tensor([[9, 10, 11, 20, 4, 5, 6, 7, 0, 1, 2, *[-1] * 21]])
+
+
+class Engine:
+    """A rank with the graphs of two sizes, captured on a CPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most_kept: int) -> None:
+        monkeypatch.setattr(mixed_graphs, "MOST_KEPT_ROWS", most_kept)
+        monkeypatch.setattr(mixed_graphs, "weak_sources", dict)
+        self.toy = ToyLayers()
+        self.rank = self.toy.rank
+        self.slots, self.starts = SLOTS.clone(), STARTS.clone()
+        self.mixed = self.rank.mixed = MixedGraphs(self.rank)
+        self.passes: dict[Any, Any] = {}
+        self.descs = descriptors(32, 4, [0])
+        self.mixed.capture(self.descs, self.slots, self.starts, self._run)
+
+    def _run(self, wrap: Any) -> dict[Any, Any]:
+        for desc in self.descs:
+            for warmup in (True, False):
+                self.passes[desc] = wrap(desc, lambda _: self.toy.forward_split(), warmup)
+                self.passes[desc](CUDAGraphMode.NONE)
+        return dict.fromkeys(self.descs)
+
+    def step(self, early: bool = False) -> Any:
+        """Begin a step, choose its graph and replay it."""
+        desc = self.mixed.choose(3, ROWS, 0)
+        assert desc is not None
+        plan = self.rank.plan_step(
+            "abc", [3, 1, 7], [2, 0, 0], early=early, graph_copies=self.mixed.copies(desc)
+        )
+        self.rank.begin(plan, self.starts, self.slots)
+        self.mixed.prepare(desc)
+        self.replay(desc)
+        return plan
+
+    def replay(self, desc: Any) -> None:
+        """Leave keys and values where the captured pass left them, as a graph does."""
+        left = self.mixed._sources[desc].sources
+        self.passes[desc](CUDAGraphMode.NONE)
+        for name, (key, value) in left.items():
+            rows = min(len(key), desc.num_tokens)
+            key[:rows] = self.toy.made[name][:rows]
+            value[:rows] = -key[:rows]
+
+
+@pytest.fixture(params=[512, 0], ids=["kept", "copied"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(monkeypatch, request.param)
+
+
+def test_windows_stay_out_of_the_cache_and_the_rest_is_written(engine: Engine) -> None:
+    plan = engine.step()
+    rows = SLOTS[0, :ROWS]
+    assert engine.toy.written(rows) == list(range(WINDOW_ROWS, ROWS))
+    engine.rank.finish(torch.tensor([1, 0, 0], dtype=torch.int32))
+    assert engine.toy.written(rows) == [0, 1, 3, *range(WINDOW_ROWS, ROWS)]
+    engine.rank.account_sampled(plan, [2, 1, 1])
+    counts, state = engine.rank.state.counts, engine.rank.state
+    assert counts.accepted_windows == [0, 1, 0]
+    assert counts.direct_windows == {}
+    copied = WINDOW_ROWS * state.engine_source_bytes if engine.mixed.copies(engine.descs[0]) else 0
+    assert counts.stage_bytes == copied
+    assert state.report()["mixed_graphs"] == {"rows": 32, "steps": 1, "why_not": "not captured"}
+
+
+def test_slots_that_no_step_names_are_left_alone(engine: Engine) -> None:
+    engine.step()
+    engine.rank.finish(torch.tensor([0, 0, 0], dtype=torch.int32))
+    named = set(SLOTS[0, :ROWS].tolist())
+    others = torch.tensor([slot for slot in range(BLOCKS * BLOCK) if slot not in named])
+    assert all(not cache.flatten(0, 1)[others].any() for cache in engine.toy.caches.values())
+
+
+def test_rows_that_others_of_the_step_read_are_written_as_layers_run(engine: Engine) -> None:
+    rows = SLOTS[0, :ROWS]
+    engine.step(early=True)
+    assert engine.toy.written(rows) == [0, 3, *range(WINDOW_ROWS, ROWS)]
+    engine.rank.finish(torch.tensor([2, 0, 0], dtype=torch.int32))
+    assert engine.toy.written(rows) == [0, 3, *range(WINDOW_ROWS, ROWS)]
+    # The step after it has nothing to write early.
+    for cache in engine.toy.caches.values():
+        cache.zero_()
+    engine.step()
+    assert engine.toy.written(rows) == list(range(WINDOW_ROWS, ROWS))
+
+
+@pytest.mark.parametrize("rows", [0, 4, 11])
+def test_a_graph_serves_every_split(engine: Engine, rows: int) -> None:
+    window = engine.rank.window
+    assert window is not None
+    engine.mixed._rows.fill_(rows)
+    with engine.mixed._open(engine.descs[-1], engine.slots, engine.starts) as split:
+        assert split.window_starts.tolist() == [min(start, rows) for start in STARTS[:5].tolist()]
+        assert split.rest_starts.tolist() == [max(start, rows) for start in STARTS[:5].tolist()]
+        expected = [-1] * rows + SLOTS[0, rows:SIZE].tolist()
+        assert [slots.tolist() for slots in split.slots.values()] == [expected] * 3
+        assert window.split is split
+    assert window.split is None
+
+
+def test_a_fault_before_the_replay_writes_every_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("injected")
+
+    window = engine.rank.window
+    assert window is not None
+    engine.step()  # leaves a split behind that the next step must not find
+    engine.rank.drop()
+    with monkeypatch.context() as patch:
+        patch.setattr(window, "adopt", fail)
+        plan = engine.step()
+    assert engine.toy.written(SLOTS[0, :ROWS]) == list(range(ROWS))
+    assert engine.rank.state.mode is Mode.OFF
+    engine.rank.finish(torch.tensor([2, 0, 0], dtype=torch.int32))
+    engine.rank.account_sampled(plan, [1, 1, 1])
+    assert engine.rank.state.counts.direct_windows == {"fault": 1}
+    assert engine.toy.written(SLOTS[0, :ROWS]) == list(range(ROWS))
+
+
+def test_a_step_without_windows_is_written_as_a_whole(engine: Engine) -> None:
+    engine.step()
+    engine.rank.drop()
+    desc = engine.mixed.choose(3, ROWS, 0)
+    assert desc is not None
+    engine.rank.begin(None, engine.starts, engine.slots)
+    engine.mixed.prepare(desc)
+    engine.replay(desc)
+    assert engine.toy.written(SLOTS[0, :ROWS]) == list(range(ROWS))
+
+
+def test_only_steps_that_are_staged_take_these_graphs(engine: Engine) -> None:
+    choose = engine.mixed.choose
+    assert choose(1, 3, 0) is engine.descs[-1]
+    assert choose(3, 17, 0) is engine.descs[0]
+    assert choose(3, 33, 0) is None
+    assert choose(5, 17, 0) is None
+    assert choose(3, 17, 1) is None
+    engine.rank.state.switch(Mode.OFF)
+    assert choose(1, 3, 0) is None
+    assert engine.mixed.chosen is None
+    engine.rank.state.switch(Mode.STAGE)
+    engine.mixed.clear()
+    assert choose(1, 3, 0) is None
+
+
+def test_sizes_grow_with_the_rows_and_end_at_the_limit() -> None:
+    sizes = graph_sizes(2048)
+    assert sizes[:5] == [16, 32, 48, 64, 96]
+    assert sizes[-3:] == [1536, 1792, 2048]
+    assert sizes == sorted(set(sizes))
+    assert graph_sizes(600) == [size for size in sizes if size <= 600]
+    assert graph_sizes(15) == []
+    assert [desc.num_reqs for desc in descriptors(96, 40, [0, 1])] == [40] * 6 + [32, 32, 16, 16]
+
+
+def test_partial_results_take_no_more_memory_where_rows_are_many() -> None:
+    assert [splits_for(rows) for rows in (1, 128, 512, 1024, 4096, 8192)] == [32, 32, 8, 4, 1, 1]
+    assert all(rows * splits_for(rows) <= max(rows, MOST_SPLIT_ROWS) for rows in graph_sizes(8192))
+
+
+def _config(**other: Any) -> Any:
+    parts: dict[str, Any] = {
+        "compilation_config": SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
+        "parallel_config": SimpleNamespace(data_parallel_size=1),
+        "cache_config": SimpleNamespace(kv_sharing_fast_prefill=False),
+    }
+    return SimpleNamespace(**(parts | other))
+
+
+def _layer(version: int, builder: type) -> Any:
+    backend = SimpleNamespace(get_builder_cls=lambda: builder)
+    return SimpleNamespace(
+        impl=SimpleNamespace(vllm_flash_attn_version=version), get_attn_backend=lambda: backend
+    )
+
+
+def test_engines_without_such_graphs_say_why() -> None:
+    builder = mixed_graphs.FlashAttentionMetadataBuilder
+    layers = {"a": _layer(3, builder)}
+    why_not = mixed_graphs.why_not
+    assert why_not(_config(), layers, False) is None
+    pieces = SimpleNamespace(cudagraph_mode=CUDAGraphMode.PIECEWISE)
+    assert "full CUDA graphs" in str(why_not(_config(compilation_config=pieces), layers, False))
+    ranks = SimpleNamespace(data_parallel_size=2)
+    assert "data-parallel" in str(why_not(_config(parallel_config=ranks), layers, False))
+    prefill = SimpleNamespace(kv_sharing_fast_prefill=True)
+    assert "kv_sharing" in str(why_not(_config(cache_config=prefill), layers, False))
+    assert "embeddings" in str(why_not(_config(), layers, True))
+    assert "layer b" in str(why_not(_config(), layers | {"b": _layer(2, builder)}, False))
+    assert "builder" in str(why_not(_config(), {"a": _layer(3, object)}, False))
+
+
+def test_a_stream_beside_is_not_needed() -> None:
+    rows = torch.zeros(1, dtype=torch.int32)
+    split = SplitStep(1, rows, rows, {}, None, None)
+    split.fork()
+    with split.beside():
+        split.keep("layer", rows, rows)
+    split.join()
+    assert list(split.sources) == ["layer"]
