@@ -60,7 +60,7 @@ class Window:
         hold: collects keys and values that a capture keeps alive; None outside captures.
         staging: whether layers have to hand their keys and values over instead of writing them. Read only.
         finished_direct: whether the open batch fell back to direct writes. Read only.
-        planned: what was planned for the lengths of the open batch, and holds until the next is begun.
+        shared: what was made once for all layers of the open batch, and holds until the next is begun.
         split: what the layers of a mixed step's graph share while it is captured; None at all other times.
 
     """
@@ -70,7 +70,7 @@ class Window:
     hold: list[Source] | None = None
     staging: bool = False
     finished_direct: bool = False
-    planned: set[object] = field(default_factory=set)
+    shared: dict[object, Any] = field(default_factory=dict)
     split: Any = None
     _state: _State = _IDLE
     _sources: Mapping[str, Source] = field(default_factory=dict)
@@ -108,8 +108,8 @@ class Window:
         if self._state is not _IDLE:
             raise WindowStateError("begin: the window batch before was neither committed nor aborted")
         self.batch = batch
-        if self.planned:
-            self.planned.clear()
+        if self.shared:
+            self.shared.clear()
         self._state = _OPEN
         self.staging = batch.mode is _STAGE
         if batch.copy and self.staging:
@@ -125,8 +125,8 @@ class Window:
 
         Args:
             name: the layer.
-            key: [num_tokens, num_kv_heads, head_size]; kept alive until commit or abort, unless the batch
-                says that it is to be copied.
+            key: [at least num_tokens, num_kv_heads, head_size], the window's rows first; kept alive until
+                commit or abort, unless the batch says that it is to be copied.
             value: likewise.
 
         Raises:
@@ -142,12 +142,13 @@ class Window:
         kept = key, value
         if self.batch.copy:
             kept = self._aside[name]
-            rows = self.batch.query_start_loc[-1:]
-            ops.stage_window([key], [value], [kept[0]], [kept[1]], rows, validate=False)
+            end = self.batch.query_start_loc[-1:]
+            ops.stage_window([key], [value], [kept[0]], [kept[1]], end, validate=False)
         self._sources[name] = kept
         if self.batch.early is not None:
             group, layer = self._layers[name]
-            layer.direct_write(key, value, self.batch.early[group.slot_key])
+            rows = self.batch.num_tokens
+            layer.direct_write(key[:rows], value[:rows], self.batch.early[group.slot_key])
 
     @property
     def group_ops(self) -> list[tuple[LayerGroup, LayerGroupOps]]:

@@ -6,7 +6,6 @@ draft layers never are.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from nwor.engine.binding import LayerBinding
+from nwor.engine.split_step import split_views
 from nwor.engine.support import Unsupported
 
 
@@ -36,29 +36,6 @@ def cache_views(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, t
         raise Unsupported("cache_format", f"a cache of shape {tuple(kv_cache.shape)} is not known")
     key_cache, value_cache = kv_cache.transpose(1, 2).split(head_size, dim=-1)
     return key_cache, value_cache
-
-
-def rest_of(metadata: FlashAttentionMetadata, requests: int, tokens: int) -> FlashAttentionMetadata:
-    """Return the metadata of a batch without its first ``requests`` requests of ``tokens`` rows.
-
-    Made by the first layer that asks in a step and kept on the metadata, which lives as long as the step.
-    """
-    known = getattr(metadata, "_nwor_rest", None)
-    if known is None or known[0] != requests:
-        part = replace(
-            metadata,
-            num_actual_tokens=metadata.num_actual_tokens - tokens,
-            query_start_loc=metadata.query_start_loc[requests:] - tokens,
-            seq_lens=metadata.seq_lens[requests:],
-            block_table=metadata.block_table[requests:],
-            slot_mapping=metadata.slot_mapping[tokens:],
-            # The schedule was made for the whole batch; the kernel makes its own without one.
-            scheduler_metadata=None,
-            max_num_splits=0,
-        )
-        known = (requests, part)
-        metadata._nwor_rest = known  # type: ignore[attr-defined]
-    return known[1]
 
 
 class NworFlashAttentionImpl(FlashAttentionImpl):
@@ -94,7 +71,8 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
             return
         tokens = binding.stage(key, value)
         if tokens < slot_mapping.shape[0]:
-            super().do_kv_cache_update(layer, key[tokens:], value[tokens:], kv_cache, slot_mapping[tokens:])
+            slots = binding.rest_slots(slot_mapping) if tokens else slot_mapping
+            super().do_kv_cache_update(layer, key, value, kv_cache, slots)
 
     def forward(
         self,
@@ -121,14 +99,24 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
         if binding is None or attn_metadata is None or not binding.window.staging or quantizes:
             scales = (output_scale, output_block_scale)
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        window = binding.attend_window(query, key, value, attn_metadata, output, rest_of)
-        if window is None:
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        tokens, rest = window
-        if rest is not None:
-            super().forward(
-                layer, query[tokens:], key[tokens:], value[tokens:], kv_cache, rest, output[tokens:]
+        try:
+            parts = split_views(binding.window, self, attn_metadata, kv_cache)
+            rest = parts.rest
+            binding.attend(
+                query,
+                key,
+                value,
+                parts.block_table,
+                parts.starts,
+                parts.seq_lens,
+                output,
+                mixed=rest is not None,
             )
+        except Exception as error:
+            binding.give_up("verify attention", error)
+            rest = attn_metadata
+        if rest is not None:
+            super().forward(layer, query, key, value, kv_cache, rest, output)
         return output
 
     def _forward_split(

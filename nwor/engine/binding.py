@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,9 +66,10 @@ def parameters_of(layer: Any, max_query_len: int) -> AttentionParameters:
 class AttentionPlan:
     """Which thread block attends to what: found once a step for all layers of the same heads and window.
 
-    For full CUDA graphs: the first layer that attends while one is captured has the plan written there, and
-    so each replay writes it from its own lengths. Where layers are launched one by one the kernels plan for
-    themselves: there the host is the limit, and one launch more is none less.
+    In full CUDA graphs the first layer that attends while one is captured has the plan written there, and so
+    each replay writes it from its own lengths. Where layers of a pure step are launched one by one the
+    kernels plan for themselves: there the host is the limit, and one launch more is none less. Beside prompts
+    the device is, and the plan is written.
 
     Args:
         memory: where the plan is kept.
@@ -119,11 +120,16 @@ class AttentionPlan:
         return known[key]
 
     def of(
-        self, window: Window, query_dtype: torch.dtype, query_start_loc: torch.Tensor, seq_lens: torch.Tensor
+        self,
+        window: Window,
+        query_dtype: torch.dtype,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        mixed: bool = False,
     ) -> torch.Tensor | None:
         """Return the plan of the open batch; the first call since it was begun has it written.
 
-        None where no graph is being captured.
+        None where neither a graph is being captured nor prompts stand beside the windows.
 
         Args:
             window: the rank's window. Its batch may be the very object of earlier steps, with other lengths.
@@ -131,18 +137,19 @@ class AttentionPlan:
                 choice, layer by layer, and what they are then needs no prediction.
             query_start_loc: int32 [requests + 1].
             seq_lens: int32 [requests], context and window together.
+            mixed: whether prompts stand beside the windows.
 
         """
-        if not torch.cuda.is_current_stream_capturing():
+        if not mixed and not torch.cuda.is_current_stream_capturing():
             return None
         quantized = query_dtype is torch.float8_e4m3fn
         # A layer whose queries are not like those of the layer before has the plan written anew: layers run
         # one after another.
-        if self not in window.planned or quantized != self._quantized_query:
+        if self not in window.shared or quantized != self._quantized_query:
             ops.plan_verify_attention(
                 query_start_loc, seq_lens, self._memory, **self._arguments, quantized_query=quantized
             )
-            window.planned.add(self)
+            window.shared[self] = True
             self._quantized_query = quantized
         return self._memory
 
@@ -167,6 +174,7 @@ class LayerBinding:
     parameters: AttentionParameters
     workspace: torch.Tensor
     plan: AttentionPlan | None = None
+    _checked: set[torch.dtype] = field(default_factory=set)
 
     @property
     def batch(self) -> WindowBatch:
@@ -188,11 +196,26 @@ class LayerBinding:
         """
         tokens = self.batch.num_tokens
         try:
-            self.window.stage(self.layer.name, key[:tokens], value[:tokens])
+            self.window.stage(self.layer.name, key, value)
         except Exception as error:
             self.give_up("stage", error)
             return 0
         return tokens
+
+    def rest_slots(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the step's cache slots, -1 for the windows' rows; made once for all layers that share them.
+
+        Args:
+            slots: int64 [at least the window's rows], of the whole step.
+
+        """
+        key = ("slots", slots.data_ptr())
+        known = self.window.shared.get(key)
+        if known is None:
+            rest = slots.clone()
+            rest[: self.batch.num_tokens].fill_(-1)
+            known = self.window.shared[key] = rest, slots  # `slots` is kept: its address is the key
+        return known[0]
 
     def attend_window(
         self,
@@ -247,18 +270,21 @@ class LayerBinding:
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         output: torch.Tensor,
+        mixed: bool = False,
     ) -> None:
         """Attend to the context in the cache and to the window's own rows.
 
         Args:
-            query: [tokens, num_query_heads, head_size], in the layer's dtype, or quantized to float8 (e4m3)
-                as vLLM does before attention where the cache is fp8; either goes to the kernels as it is.
-            key: [tokens, num_kv_heads, head_size].
+            query: [at least tokens, num_query_heads, head_size], in the layer's dtype, or quantized to float8
+                (e4m3) as vLLM does before attention where the cache is fp8; either goes to the kernels as it
+                is. Rows behind the windows' are left alone.
+            key: [as many, num_kv_heads, head_size].
             value: likewise.
             block_table: int32 [requests, blocks].
             query_start_loc: int32 [requests + 1].
             seq_lens: int32 [requests], context and window together.
-            output: [tokens, num_query_heads, head_size], written.
+            output: [as many, num_query_heads, head_size], written.
+            mixed: whether prompts stand beside the windows.
 
         """
         layer, parameters = self.layer, self.parameters
@@ -284,8 +310,11 @@ class LayerBinding:
             sinks=parameters.sinks,
             plan=None
             if self.plan is None
-            else self.plan.of(self.window, query.dtype, query_start_loc, seq_lens),
+            else self.plan.of(self.window, query.dtype, query_start_loc, seq_lens, mixed),
+            # What a layer's calls have in common is checked once; shapes the op itself looks at each time.
+            validate=query.dtype not in self._checked,
         )
+        self._checked.add(query.dtype)
 
     def give_up(self, where: str, error: BaseException) -> None:
         """Turn NWOR off after an error and finish the open batch by direct writes."""

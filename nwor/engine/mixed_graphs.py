@@ -199,7 +199,7 @@ class MixedGraphs:
             aside=self._aside if self.copies(desc) else None,
             stream=self._stream,
         )
-        window.planned.clear()
+        window.shared.clear()
         window.split = split
         try:
             yield split

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
 
 from nwor import ops
 from nwor.group import Source
+
+if TYPE_CHECKING:
+    from nwor.window import Window
 
 #: FlashAttention 3 keeps partial results of as many rows times splits, in float32 for all query heads.
 MOST_SPLIT_ROWS = 4096
@@ -89,7 +92,7 @@ class SplitStep:
             ops.stage_window([key], [value], [own_key], [own_value], self.window_starts[-1:], validate=False)
 
     def rest_of(self, impl: Any, metadata: Any, kv_cache: torch.Tensor) -> Any:
-        """Return FlashAttention's metadata of the rows behind the windows, with a schedule made once a pass.
+        """Return FlashAttention's metadata of the rows behind the windows, made once a pass for like layers.
 
         Args:
             impl: the layer's ``FlashAttentionImpl``.
@@ -97,37 +100,99 @@ class SplitStep:
             kv_cache: the layer's, [num_blocks, num_kv_heads, block_size, 2 * head_size].
 
         """
-        shape = (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.sliding_window, kv_cache.dtype)
-        key = (id(metadata), bool(impl.logits_soft_cap), *shape)
+        key = (id(metadata), *attention_shape(impl, kv_cache))
         known = self._schedules.get(key)
         if known is None:
-            # Not on machines without FlashAttention, where this module is imported all the same.
-            from vllm.v1.attention.backends.fa_utils import get_scheduler_metadata
-
             splits = splits_for(self.num_tokens)
-            quantized = impl.kv_cache_dtype.startswith("fp8")
-            schedule = get_scheduler_metadata(
-                batch_size=self.rest_starts.shape[0] - 1,
-                max_seqlen_q=metadata.max_query_len,
-                max_seqlen_k=metadata.max_seq_len,
-                num_heads_q=impl.num_heads,
-                num_heads_kv=impl.num_kv_heads,
-                headdim=impl.head_size,
-                cache_seqlens=metadata.seq_lens,
-                qkv_dtype=current_platform.fp8_dtype() if quantized else kv_cache.dtype,
-                cu_seqlens_q=self.rest_starts,
-                page_size=kv_cache.shape[2],
-                causal=True,
-                window_size=impl.sliding_window,
-                has_softcap=bool(impl.logits_soft_cap),
-                num_splits=splits,
-            )
-            made = replace(
-                metadata,
-                query_start_loc=self.rest_starts,
-                scheduler_metadata=schedule,
-                max_num_splits=splits,
-            )
-            # `metadata` is kept as well: the key is its address.
-            known = self._schedules[key] = made, metadata
+            rest = replace(metadata, query_start_loc=self.rest_starts, max_num_splits=splits)
+            # `metadata` is kept as well: its address is part of the key.
+            known = self._schedules[key] = scheduled(impl, rest, kv_cache), metadata
         return known[0]
+
+
+@dataclass(frozen=True)
+class SplitViews:
+    """The two parts of a step whose layers are launched one by one.
+
+    Attributes:
+        block_table: int32 [windows, blocks].
+        starts: int32 [windows + 1].
+        seq_lens: int32 [windows].
+        rest: FlashAttention's metadata of the rows behind the windows; None where there are none.
+        whole: that of the whole step.
+
+    """
+
+    block_table: torch.Tensor
+    starts: torch.Tensor
+    seq_lens: torch.Tensor
+    rest: Any
+    whole: Any
+
+
+def split_views(window: Window, impl: Any, metadata: Any, kv_cache: torch.Tensor) -> SplitViews:
+    """Return both parts of a step, made once for all layers of the same metadata and shape.
+
+    Rows are not sliced: attention of the rest begins behind the windows' rows of the same tensors.
+
+    Args:
+        window: the rank's, a batch of mode ``stage`` open.
+        impl: the layer's ``FlashAttentionImpl``.
+        metadata: FlashAttention's of the whole step.
+        kv_cache: the layer's.
+
+    """
+    key = ("views", id(metadata), *attention_shape(impl, kv_cache))
+    known: SplitViews | None = window.shared.get(key)
+    if known is None:
+        assert window.batch is not None
+        requests, rest = window.batch.num_requests, None
+        if window.batch.num_tokens < metadata.num_actual_tokens:
+            rest = replace(
+                metadata,
+                query_start_loc=metadata.query_start_loc[requests:],
+                seq_lens=metadata.seq_lens[requests:],
+                block_table=metadata.block_table[requests:],
+            )
+            rest = scheduled(impl, rest, kv_cache)
+        known = window.shared[key] = SplitViews(
+            metadata.block_table[:requests],
+            metadata.query_start_loc[: requests + 1],
+            metadata.seq_lens[:requests],
+            rest,
+            metadata,
+        )
+    return known
+
+
+def attention_shape(impl: Any, kv_cache: torch.Tensor) -> tuple[Hashable, ...]:
+    """Return what a layer's attention is scheduled by, besides lengths."""
+    capped = bool(impl.logits_soft_cap)
+    return impl.num_heads, impl.num_kv_heads, impl.head_size, impl.sliding_window, kv_cache.dtype, capped
+
+
+def scheduled(impl: Any, metadata: Any, kv_cache: torch.Tensor) -> Any:
+    """Return metadata with FlashAttention 3's schedule for it; other versions take none."""
+    if impl.vllm_flash_attn_version != 3:
+        return replace(metadata, scheduler_metadata=None)
+    # Not on machines without FlashAttention, where this module is imported all the same.
+    from vllm.v1.attention.backends.fa_utils import get_scheduler_metadata
+
+    quantized = impl.kv_cache_dtype.startswith("fp8")
+    schedule = get_scheduler_metadata(
+        batch_size=metadata.query_start_loc.shape[0] - 1,
+        max_seqlen_q=metadata.max_query_len,
+        max_seqlen_k=metadata.max_seq_len,
+        num_heads_q=impl.num_heads,
+        num_heads_kv=impl.num_kv_heads,
+        headdim=impl.head_size,
+        cache_seqlens=metadata.seq_lens,
+        qkv_dtype=current_platform.fp8_dtype() if quantized else kv_cache.dtype,
+        cu_seqlens_q=metadata.query_start_loc,
+        page_size=kv_cache.shape[2],
+        causal=True,
+        window_size=impl.sliding_window,
+        has_softcap=bool(impl.logits_soft_cap),
+        num_splits=metadata.max_num_splits,
+    )
+    return replace(metadata, scheduler_metadata=schedule)
