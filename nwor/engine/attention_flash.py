@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from nwor.engine.binding import LayerBinding
-from nwor.engine.split_step import split_views
+from nwor.engine.split_step import SplitStep, split_views
 from nwor.engine.support import Unsupported
 
 
@@ -42,6 +42,8 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
     """Stock attention of a layer, except for the rows of a window that is being staged."""
 
     nwor: LayerBinding | None = None
+    #: Of a draft layer, while a graph of the drafter's first pass over a mixed step is captured.
+    nwor_draft: SplitStep | None = None
 
     def do_kv_cache_update(
         self,
@@ -92,6 +94,8 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
         gets here. Stock attention takes it as it is, in every mode.
         """
         binding = self.nwor
+        if self.nwor_draft is not None and attn_metadata is not None:
+            attn_metadata = self.nwor_draft.rest_of(self, attn_metadata, kv_cache)
         if binding is not None and binding.window.split is not None and attn_metadata is not None:
             return self._forward_split(binding, layer, query, key, value, kv_cache, attn_metadata, output)
         # Stock attention refuses to quantize its output; what it is asked to is left to it to refuse.

@@ -18,6 +18,13 @@ def target_layers(runner: Any) -> dict[str, Any]:
     return {name: layer for name, layer in layers.items() if id(layer) in own}
 
 
+def draft_layers(runner: Any) -> list[Any]:
+    """Return every layer of a runner's draft model that keeps a cache or a state."""
+    layers = get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+    target = target_layers(runner)
+    return [layer for name, layer in layers.items() if name not in target]
+
+
 def slot_keys(kv_cache_config: Any) -> dict[str, int]:
     """Return the number of the KV-cache group, and so of the slot mapping, of each layer by name."""
     return {

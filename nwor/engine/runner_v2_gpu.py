@@ -11,8 +11,9 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from nwor.config import MAX_WINDOW
 from nwor.engine import lean_inputs, lean_launches, lean_sampling, mixed_graphs
 from nwor.engine.attention_flash import NworFlashAttentionBackend, layer_cache_views
+from nwor.engine.draft_graphs import NworDraftGraphManager
 from nwor.engine.graphs import NworCudaGraphManager, stageable
-from nwor.engine.layers import target_layers
+from nwor.engine.layers import draft_layers, target_layers
 from nwor.engine.runner_v2 import NworRunnerV2
 from nwor.engine.stage_set import expected_bytes
 from nwor.engine.support import Unsupported, check_engine, check_graphs, memory_is_reused
@@ -41,6 +42,8 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             self.cudagraph_manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])[:0] = descs
         else:
             self.cudagraph_manager = NworCudaGraphManager.adopt(self.cudagraph_manager, self.nwor, descs)
+            if descs and self.lora_config is None and self.nwor.mixed is not None:
+                NworDraftGraphManager.adopt(self.speculator, self.nwor.mixed, draft_layers(self))
             config = state.config
             if config.lean_sampling:
                 lean_sampling.apply(self.speculator, self.rejection_sampler, self.max_num_reqs, self.device)
