@@ -45,8 +45,9 @@ class CopyWatch:
 
         def watched_stage(name: str, key: torch.Tensor, value: torch.Tensor) -> None:
             stage(name, key, value)
+            tokens = rank.window.batch.num_tokens
             for kept, made in zip(rank.window.sources[name], (key, value), strict=True):
-                if not torch.equal(kept, made):
+                if not torch.equal(kept[:tokens], made[:tokens]):
                     self._kept_seen["wrong"].append(f"{name}: what is kept is not what the layer made")
 
         def watched_commit(rejected: torch.Tensor) -> None:
@@ -69,8 +70,9 @@ class CopyWatch:
         if rows <= limit:
             seen["kept"] += 1
             seen["kept_mixed"] += rows > plan.num_tokens
-            # Keys and values are parts of tensors that have all rows of the step.
-            small = self._eager and kept < source_bytes * rows // plan.num_tokens
+            # Keys and values are the step's own tensors, with all of its rows.
+            own = all(len(tensor) >= rows for source in window.sources.values() for tensor in source)
+            small = self._eager and (kept < source_bytes or not own)
             if small or window.batch.copy:
                 seen["wrong"].append(f"{plan.num_tokens} of {rows} rows keep {kept} bytes, but need no copy")
             return

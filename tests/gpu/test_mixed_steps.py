@@ -26,14 +26,15 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 K, PROMPTS, NEW_TOKENS, LONG = 4, 32, 48, 900
-ENGINES = ["graphs", "piecewise", "eager", "fp8-eager", "v1-eager"]
+#: "pieces" has full graphs too, but for uniform steps alone; test_mixed_graphs.py has those of mixed steps.
+ENGINES = ["pieces", "piecewise", "eager", "fp8-eager", "v1-eager"]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     with demo_engine.start(
         request.param,
-        {"mode": "off", "self_check_interval": 3},
+        {"mode": "off", "self_check_interval": 3, "mixed_graph_rows": 0},
         K,
         max_model_len=1024,
         max_num_seqs=8,
