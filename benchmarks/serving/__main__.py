@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.engine import shapes
 from benchmarks.serving import models, plan, results, servers
 from benchmarks.serving.session import Session
 
@@ -63,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _check(args: argparse.Namespace) -> None:
-    known = [models.DEMO, *models.shapes.SHAPES]
+    known = [models.DEMO, *shapes.SHAPES]
     if args.shape not in known:
         raise ValueError(f"--shape {args.shape}: use one of {', '.join(known)}")
     if args.shape == models.DEMO:
@@ -102,7 +103,7 @@ def flags(args: argparse.Namespace, device: str) -> list[str]:
         result += ["--gpu-memory-utilization", f"{0.88 / servers_here:.2f}"]
         if args.capture_sizes:
             result += ["--cudagraph-capture-sizes", *args.capture_sizes.split(",")]
-    return result + args.flag
+    return [*result, *args.flag]
 
 
 def main(argv: list[str]) -> int:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving.client < job.json
 
-It imports neither torch nor vLLM and makes all requests before it sends the first. It says what share of a core
-it took itself, and how late its event loop was.
+It imports neither torch nor vLLM and makes all requests before it sends the first. It says what share of a
+core it took itself, and how late its event loop was.
 """
 
 from __future__ import annotations

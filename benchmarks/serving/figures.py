@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ def ratio_of(values: Sequence[float]) -> Ratio:
 
 
 #: Figures of a record by name, each with whether more is better.
-FIGURES = {
+FIGURES: dict[str, tuple[Callable[[Record], float], bool]] = {
     "tokens_s": (lambda one: one["tokens_s"], True),
     "tpot": (lambda one: quantile(one["tpot_ms"], 0.5), False),
     "tpot_mean": (lambda one: statistics.fmean(one["tpot_ms"]) if one["tpot_ms"] else math.nan, False),

@@ -115,7 +115,7 @@ def _figure(block: Mapping[str, Any], figure: str) -> float | None:
     value: Any = block
     for part in figure.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+    return None if value is None else float(value)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
 """One engine of the mixed-step benchmark, stepped by hand; a process of its own, started by mixed_steps.py.
 
-The core's own loop is what runs: schedule, launch, wait for the step before, account. No front end takes part, so
-a step's wall time is the engine's alone.
+The core's own loop runs: schedule, launch, wait for the step before, account. No front end takes part, so a
+step's wall time is the engine's alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Rig:
             skip_tokenizer_init=True,
             max_model_len=args.max_len,
             max_num_seqs=max(cell.requests for cell in args.cells) + 8,
-            # Room for a chunk beside all windows. vLLM's bound for chunks would send NWOR's scheduler the long way.
+            # Room for a chunk beside all windows. vLLM's bound for chunks would turn NWOR's short way off.
             max_num_batched_tokens=args.chunk + max(cell.requests for cell in args.cells) * (args.k + 1),
             gpu_memory_utilization=0.8,
             enable_prefix_caching=False,
@@ -113,7 +114,7 @@ class Rig:
                 wait(event)
                 self._waited += time.perf_counter() - began
 
-            torch.cuda.Event.synchronize = synchronize
+            torch.cuda.Event.synchronize = synchronize  # type: ignore[method-assign,assignment]
 
     def request(self, prompt: int, answer: int, name: str) -> Any:
         """Return a request for the core."""
@@ -157,7 +158,7 @@ class Rig:
 
         """
         self.switch(mode)
-        joining = iter([])
+        joining: Iterator[Any] = iter([])
         if 0 < cell.prompt <= self.args.chunk:
             count = steps // cell.every + 2
             joining = iter([self.request(cell.prompt, 1, _JOINS) for _ in range(count)])
@@ -185,7 +186,7 @@ class Rig:
             self.core.abort_requests([current.request_id])
         for _ in range(2):
             self.step()
-        found = [_as_step(after, before_it) for before_it, after in zip(arrived, arrived[1:], strict=False)]
+        found = [_as_step(after, before_it) for before_it, after in itertools.pairwise(arrived)]
         return {**mixed_cells.describe(found), "counts": _grown(before, self.counts())}
 
     def switch(self, mode: str) -> None:
@@ -205,7 +206,7 @@ class Rig:
 
     def end(self) -> None:
         """Abort everything and take in what is under way."""
-        left = [one for one in self.core.scheduler.requests]
+        left = list(self.core.scheduler.requests)
         self.core.abort_requests(left)
         for _ in range(16):
             if not self.core.batch_queue and not self.core.scheduler.has_requests():
@@ -320,9 +321,8 @@ def describe(
     args: argparse.Namespace, cell: Cell, blocks: dict[str, list[dict[str, Any]]], took: float
 ) -> str:
     """Return a cell in a line."""
-    parts = [
-        f"{args.shape} {args.cache_dtype} {cell.requests:>3} x {cell.prompt if cell.prompt != LONG else '16k':>5}"
-    ]
+    prompt = "16k" if cell.prompt == LONG else str(cell.prompt)
+    parts = [f"{args.shape} {args.cache_dtype} {cell.requests:>3} x {prompt:>5}"]
     base = next(iter(blocks))
     for mode, found in blocks.items():
         typical = mixed_cells.geometric_mean([one["typical"] for one in found])

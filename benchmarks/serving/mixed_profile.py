@@ -34,7 +34,7 @@ def profile(rig: Any, cell: Cell) -> dict[str, Any]:
 def _kernels(rig: Any, mode: str, cell: Cell) -> dict[str, list[float]]:
     """Return calls and microseconds a step by kernel; nothing without a GPU."""
     import torch
-    from torch.autograd import DeviceType
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
     if not torch.cuda.is_available():
         return {}

@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving.mixed_steps --engines 8b,8b:fp8 --out mixed.json [--minutes 9]
 
-In each cell some requests decode, and a prompt joins every other step. The modes take turns on one engine, in blocks
-of steps. Cells come in the order of what they tell; when the time is up the rest is skipped and named.
+In each cell some requests decode, and a prompt joins every other step. The modes take turns on one engine, in
+blocks of steps. The most telling cells come first; when the time is up the rest is skipped and named.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ DEMO_LEN = 2048
 def rates(acceptance: str, k: int) -> list[float] | None:
     """Return vLLM's ``synthetic_acceptance_rates`` for k draft tokens.
 
-    vLLM wants them unconditional: entry i is the chance that drafts 0 to i are all accepted. It turns them into
+    vLLM wants them unconditional: entry i is the chance that drafts 0 to i are all accepted. It makes the
     conditional ones itself.
 
     Args:

@@ -12,7 +12,7 @@ MODES = ("off", "stage", "cow")
 STOCK = "stock"
 #: The arms of the core grid.
 CORE_ARMS = (STOCK, "off", "stage")
-#: The loads of the core grid, by shape: about half of what stock vLLM can serve on an H100 as Poisson arrivals.
+#: The loads of the core grid, by shape; the arrivals are meant to be about half of what an H100 serves.
 CORE_LOADS = {"8b": "c1,c16,c64,p12", "1b": "c1,c16,c64,p30", "tiny": "c1,c4,p2", "demo": "c1,c8,c32"}
 #: Share of what a stock server can serve that a relative Poisson load may ask for, at most.
 MOST_SHARE = 1.5
@@ -158,7 +158,7 @@ class Size:
 def size(clients: int, scale: float = 1.0) -> Size:
     """Return how many requests a closed loop of so many clients takes.
 
-    The window begins when as many requests have ended as there are clients. It ends when none is left to send.
+    The window begins when as many requests have ended as there are clients. It ends when none is left.
     """
     measured = max(8, min(4 * clients, max(64, 2 * clients)))
     return Size(clients, max(2, round(measured * scale)) + clients - 1)

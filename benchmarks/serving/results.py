@@ -1,4 +1,4 @@
-"""The results file: runs (machine, settings) and records (one load on one arm in one round), merged by key."""
+"""The results file: runs (machine, settings) and records (a load on an arm in a round), merged by key."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def machine() -> dict[str, Any]:
 
 
 def gpu() -> str:
-    """Return the first GPU's name; empty where there is none. Asks no framework: that would take its memory."""
+    """Return the first GPU's name; empty where there is none. A framework would take some of its memory."""
     if shutil.which("nvidia-smi") is None:
         return ""
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

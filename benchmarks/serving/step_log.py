@@ -1,11 +1,11 @@
 """A stat logger of vLLM's that writes a line for every step of the engine; the same in every arm.
 
-vLLM finds it as an entry point on ``PYTHONPATH`` (see :func:`provide`), in stock servers too. It reads figures that
-vLLM has made anyway, in the front's process, and patches nothing. vLLM's own ``--enable-logging-iteration-details``
-would do for stock, but sends NWOR's scheduler the long way.
+vLLM finds it as an entry point on ``PYTHONPATH`` (see :func:`provide`), in stock servers too. In the front's
+process it reads figures that vLLM has made anyway, and patches nothing. vLLM's own flag
+``--enable-logging-iteration-details`` would do for stock, but sends NWOR's scheduler the long way.
 
-A step counts as *mixed* when a prompt ended in it while other requests decoded. A chunk of a prompt before its last
-leaves no trace in these figures, and its step counts as pure.
+A step counts as *mixed* when a prompt ended in it while other requests decoded. A chunk of a prompt before
+its last leaves no trace in these figures, and its step counts as pure.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def tokens_per_chunk(timelines: Sequence[Timeline]) -> float:
 def tokens_between(timelines: Sequence[Timeline], start: float, end: float) -> float:
     """Return how many tokens came in a window.
 
-    A first chunk brings one token. The others of an answer bring equal parts of the rest: a chunk does not say
-    how many it holds. Of answers that were cut off the mean over all others is taken.
+    A first chunk brings one token. The others of an answer bring equal parts of the rest: a chunk does not
+    say how many it holds. Answers that were cut off are taken to have had the mean of all others.
     """
     usual = tokens_per_chunk(timelines)
     total = 0.0
@@ -80,8 +80,8 @@ def summarize(timelines: Sequence[Timeline], start: float, end: float, by: str =
         by: which requests count: ``ended`` in the window (closed loop), or ``sent`` in it (arrivals).
 
     Returns:
-        ``tokens_s``, ``requests`` and ``seconds``; per request ``ttft_ms`` (first token), ``tpot_ms`` (time per
-        output token behind the first), ``stall_ms`` (longest gap between two chunks).
+        ``tokens_s``, ``requests`` and ``seconds``; per request ``ttft_ms`` (first token), ``tpot_ms``
+        (time per output token behind the first), ``stall_ms`` (longest gap between two chunks).
 
     """
     if by == "ended":

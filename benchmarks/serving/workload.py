@@ -64,8 +64,8 @@ def requests(recipe: Recipe, count: int, early: int = 0) -> list[Wanted]:
     Args:
         recipe: what to make them from.
         count: how many.
-        early: so many at the start get a part of their answer only. Clients that begin together then do not end
-            together, as in a loop that has run for long.
+        early: so many at the start get a part of their answer only. Clients that begin together then do not
+            end together, as in a loop that has run for long.
 
     """
     lengths, words = recipe.lengths, random.Random(f"words {recipe.seed} {recipe.salt}")
