@@ -110,9 +110,6 @@ class Loader:
         else:
             inside = max(8, round(self.job.rate * (self.job.seconds + self.job.ramp)))
             payloads = self.prepare(round(inside * (1 + AFTER)), 0)
-        gc.collect()
-        gc.freeze()
-        gc.disable()
         late: list[float] = []
         watch = asyncio.create_task(_watch(late))
         began, used = time.monotonic(), time.process_time()
@@ -233,6 +230,7 @@ def describe(job: Job) -> str:
 def main() -> int:
     """Run the job that standard input holds; print the figures, or what went wrong."""
     job = Job(**json.loads(sys.stdin.read()))
+    gc.disable()  # what one load leaves is little
     with contextlib.suppress(ImportError):
         import uvloop
 
