@@ -42,7 +42,8 @@ class Recipe:
         seed: of lengths, arrivals and acceptance: the same in all arms of a round.
         salt: of the words: different in each arm, so that no arm finds another's prompts in a prefix cache.
         shared: share of the prompts that begin with a common prefix.
-        texts: token ids of real text to cut prompts from; empty for random words.
+        texts: token ids of real text to cut prompts from, the same in all arms, since what a head gets right
+            depends on them; empty for random words.
 
     """
 
@@ -69,7 +70,7 @@ def requests(recipe: Recipe, count: int, early: int = 0) -> list[Wanted]:
 
     """
     lengths, words = recipe.lengths, random.Random(f"words {recipe.seed} {recipe.salt}")
-    source = random.Random(f"lengths {recipe.seed}")
+    source, places = random.Random(f"lengths {recipe.seed}"), random.Random(f"places {recipe.seed}")
     vocabulary = range(FIRST_WORD, recipe.vocabulary)
     common = [
         words.choices(vocabulary, k=lengths.most_prompt) for _ in range(PREFIXES if recipe.shared else 0)
@@ -83,7 +84,7 @@ def requests(recipe: Recipe, count: int, early: int = 0) -> list[Wanted]:
         if index < early:
             answer = max(lengths.least, round(answer * part))
         if recipe.texts:
-            start = words.randrange(max(1, len(recipe.texts) - prompt))
+            start = places.randrange(max(1, len(recipe.texts) - prompt))
             ids = list(recipe.texts[start : start + prompt])
         elif chosen < recipe.shared:
             # Half a median prompt is common; what is behind it is the request's own.

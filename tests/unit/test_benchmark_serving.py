@@ -76,6 +76,16 @@ def test_a_share_of_prompts_begins_alike() -> None:
     assert len(common) / len(heads) == pytest.approx(0.5, abs=0.1)
 
 
+def test_prompts_cut_from_texts_are_the_same_in_every_arm() -> None:
+    texts = list(range(3000))
+    made = [
+        workload.requests(workload.Recipe(LENGTHS, 5000, "s", salt, texts=texts), 20)
+        for salt in ("off", "stage")
+    ]
+    assert made[0] == made[1]
+    assert all(one.prompt == texts[one.prompt[0] : one.prompt[-1] + 1] for one in made[0])
+
+
 def test_arrivals_have_their_rate() -> None:
     times = workload.arrivals("s", 20.0, 4000)
     assert times == workload.arrivals("s", 20.0, 4000)
