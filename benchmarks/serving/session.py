@@ -132,7 +132,8 @@ class Session:
     def capacity(self, lengths: plan.Lengths) -> float:
         """Return how many requests a second stock serves at most: measured once, in a closed loop."""
         if lengths.name not in self._capacity:
-            arm = next(arm for arm in self.args.arms if arm.mode == plan.STOCK)
+            stock = [arm for arm in self.args.arms if arm.mode == plan.STOCK]
+            arm = next((arm for arm in stock if arm.name == plan.STOCK), stock[0])
             clients = min(CAPACITY_CLIENTS, self.args.max_seqs)
             server = self.servers[arm.server]
             figures = self._load(self._job(server, arm, f"c{clients}", 0.0, lengths, "capacity", 1.0))
