@@ -31,8 +31,9 @@ class Shape:
     vocabulary: int = 128256
 
 
-#: The shapes of Llama 3.2 1B and Llama 3.1 8B.
+#: The shapes of Llama 3.2 1B and Llama 3.1 8B, and a small one to try a benchmark with, on a CPU too.
 SHAPES = {
+    "tiny": Shape(256, 512, 2, 4, 2, 64, 8192),
     "1b": Shape(2048, 8192, 16, 32, 8, 64),
     "8b": Shape(4096, 14336, 32, 32, 8, 128),
 }

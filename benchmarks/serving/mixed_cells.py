@@ -1,0 +1,123 @@
+"""Cells of the mixed-step benchmark, the most telling first, and what their blocks of steps say."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: Tokens of the prompt that comes in chunks.
+LONG = 16384
+#: Requests that decode, and tokens of the prompts beside them; 0 is none. What serving does most comes first.
+CELLS = (
+    (16, 128), (64, 128), (16, 512), (64, 512), (16, 0), (64, 0), (4, 128), (16, 2048), (64, 2048), (4, 512),
+    (16, LONG), (64, LONG), (16, 64), (64, 64), (4, 0), (4, 2048), (4, 64), (4, LONG),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """So many requests decode; a prompt of so many tokens joins in every ``every``-th step.
+
+    A prompt longer than a step takes comes in chunks, one in each step, and the next one follows it.
+    """
+
+    requests: int
+    prompt: int
+    every: int = 2
+
+    @property
+    def name(self) -> str:
+        """Return it in short, as ``16x512``."""
+        return f"{self.requests}x{self.prompt}"
+
+
+def parse(text: str, every: int) -> list[Cell]:
+    """Return the cells of ``16x512,64x0``; all of them for an empty text.
+
+    Raises:
+        ValueError: if it is of another form.
+
+    """
+    if not text.strip():
+        return [Cell(*pair, every) for pair in CELLS]
+    cells = []
+    for part in text.split(","):
+        requests, by, prompt = part.strip().partition("x")
+        if not by or not requests.isdecimal() or not prompt.isdecimal() or not int(requests):
+            raise ValueError(f"{part!r} is no cell: give requests and prompt tokens, as 16x512")
+        cells.append(Cell(int(requests), int(prompt), every))
+    return cells
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's wall time and what ran in it.
+
+    Attributes:
+        seconds: between its results and those before.
+        waited: of these, how long the host waited for the device.
+        windows: requests that decoded.
+        rows: rows of prompts.
+
+    """
+
+    seconds: float
+    waited: float
+    windows: int
+    rows: int
+
+
+def describe(steps: Sequence[Step]) -> dict[str, Any]:
+    """Return a block of steps in milliseconds: all of them, and pure and mixed ones apart."""
+    result: dict[str, Any] = {
+        "steps": len(steps),
+        "mean": 1e3 * statistics.fmean(step.seconds for step in steps),
+        "host": 1e3 * statistics.fmean(step.seconds - step.waited for step in steps),
+    }
+    for kind in ("pure", "mixed"):
+        chosen = [step for step in steps if bool(step.rows) == (kind == "mixed")]
+        if chosen:
+            times = [1e3 * step.seconds for step in chosen]
+            result[kind] = {
+                "steps": len(chosen),
+                "mean": statistics.fmean(times),
+                "median": statistics.median(times),
+                "rows": statistics.fmean(step.rows for step in chosen),
+            }
+    # What a step costs without the outliers of a shared machine: medians, weighted by how many there are.
+    result["typical"] = sum(
+        result[kind]["median"] * result[kind]["steps"] for kind in ("pure", "mixed") if kind in result
+    ) / len(steps)
+    return result
+
+
+def ratios(
+    blocks: Mapping[str, Sequence[Mapping[str, Any]]], base: str, other: str, figure: str
+) -> list[float]:
+    """Return base / other, block by block: above 1, ``other`` takes less time.
+
+    Args:
+        blocks: by mode.
+        base: a mode.
+        other: another.
+        figure: of a block, as ``typical``; ``mixed.median`` for one inside.
+
+    """
+    pairs = zip(blocks[base], blocks[other], strict=False)
+    found = [(_figure(first, figure), _figure(second, figure)) for first, second in pairs]
+    return [first / second for first, second in found if first and second]
+
+
+def _figure(block: Mapping[str, Any], figure: str) -> float | None:
+    value: Any = block
+    for part in figure.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return None if value is None else float(value)
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the geometric mean; NaN of none."""
+    return statistics.geometric_mean(values) if values else math.nan

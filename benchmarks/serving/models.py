@@ -1,0 +1,109 @@
+"""Model folders and acceptance: shapes with dummy weights, a word tokenizer, rates by position."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import shapes
+
+#: Chance that a whole run of drafts up to a position is accepted, as EAGLE-3 on Llama-3.1-8B has it in vLLM's
+#: own tests (three positions); the fourth and those behind it go on by the same factor.
+HEADS = (0.73, 0.52, 0.35, 0.24)
+DEMO = "demo"
+#: The demo model's longest sequence.
+DEMO_LEN = 2048
+
+
+def rates(acceptance: str, k: int) -> list[float] | None:
+    """Return vLLM's ``synthetic_acceptance_rates`` for k draft tokens.
+
+    vLLM wants them unconditional: entry i is the chance that drafts 0 to i are all accepted. It makes the
+    conditional ones itself.
+
+    Args:
+        acceptance: ``heads`` for :data:`HEADS`; a number for the chance of each draft whose predecessors were
+            accepted; ``own`` for what the model and its head really do.
+        k: draft tokens of a step.
+
+    Returns:
+        One rate a position, or None for the model's own.
+
+    Raises:
+        ValueError: if ``acceptance`` is none of these.
+
+    """
+    if acceptance == "own":
+        return None
+    if acceptance == "heads":
+        result = list(HEADS[:k])
+        while len(result) < k:
+            result.append(round(result[-1] * HEADS[-1] / HEADS[-2], 4))
+        return result
+    try:
+        each = float(acceptance)
+    except ValueError:
+        each = -1.0
+    if not 0 <= each <= 1:
+        raise ValueError(f"{acceptance!r} is no acceptance: use heads, own, or a number from 0 to 1")
+    return [round(each ** (position + 1), 6) for position in range(k)]
+
+
+def accepted_length(unconditional: Sequence[float]) -> float:
+    """Return how many tokens a step gives a request on average: its own and the accepted drafts."""
+    return 1.0 + sum(unconditional)
+
+
+def write_tokenizer(folder: Path, size: int) -> None:
+    """Write a tokenizer of ``size`` words, w0, w1 and so on, each one token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "w0",
+        "bos_token": "w0",
+        "eos_token": "w1",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write(folder: Path, shape: str, max_len: int) -> tuple[Path, Path, str]:
+    """Write a shape's folders; the demo model has its own.
+
+    Returns:
+        The target's folder, the draft's, and the speculative method.
+
+    """
+    if shape == DEMO:
+        from server import demo
+
+        return demo.model_path(), demo.draft_path(), demo.draft_method()
+    target, draft = shapes.write(folder, shape, max_len)
+    write_tokenizer(target, vocabulary(shape))
+    return target, draft, "eagle"
+
+
+def vocabulary(shape: str) -> int:
+    """Return the number of words of a shape."""
+    if shape == DEMO:
+        from server import demo
+
+        config: dict[str, Any] = json.loads((demo.model_path() / "config.json").read_text("utf-8"))
+        return int(config["vocab_size"])
+    return shapes.SHAPES[shape].vocabulary
+
+
+def speculation(draft: Path, method: str, k: int, acceptance: str) -> dict[str, Any] | None:
+    """Return vLLM's ``--speculative-config``; None where k is 0."""
+    if k == 0:
+        return None
+    config: dict[str, Any] = {"model": str(draft), "method": method, "num_speculative_tokens": k}
+    forced = rates(acceptance, k)
+    if forced is not None:
+        config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": forced}
+    return config

@@ -1,0 +1,176 @@
+"""What is measured: arms (a server and its mode), loads, lengths, and the order of turns."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: Modes of an NWOR server; each is an arm of its own.
+MODES = ("off", "stage", "cow")
+STOCK = "stock"
+#: The arms of the core grid.
+CORE_ARMS = (STOCK, "off", "stage")
+#: The loads of the core grid, by shape; the arrivals are meant to be about half of what an H100 serves.
+CORE_LOADS = {"8b": "c1,c16,c64,p12", "1b": "c1,c16,c64,p30", "tiny": "c1,c4,p2", "demo": "c1,c8,c32"}
+#: Share of what a stock server can serve that a relative Poisson load may ask for, at most.
+MOST_SHARE = 1.5
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A server and the mode that it is in.
+
+    Attributes:
+        name: as it is called in results, such as ``stage`` or ``stock@2``.
+        mode: ``stock``, or a mode of NWOR.
+        k: draft tokens of a step; 0 is no speculation.
+
+    """
+
+    name: str
+    mode: str
+    k: int
+
+    @property
+    def server(self) -> str:
+        """Name of the server that this arm runs on; arms of one server share it."""
+        return f"{STOCK if self.mode == STOCK else 'nwor'}@{self.k}"
+
+
+def parse_arm(text: str, k: int) -> Arm:
+    """Return the arm that ``stock``, ``off``, ``stage``, ``cow`` names; ``@2`` behind it sets its k.
+
+    Raises:
+        ValueError: for anything else.
+
+    """
+    mode, at, number = text.strip().partition("@")
+    if mode not in (STOCK, *MODES) or (at and not number.isdecimal()):
+        raise ValueError(
+            f"{text!r} is no arm: use stock, {', '.join(MODES)}, and @K for another k, as stock@2"
+        )
+    own = int(number) if at else k
+    if own == 0 and mode != STOCK:
+        raise ValueError(f"{text!r} speculates not at all: without drafts there is nothing to stage")
+    return Arm(mode if own == k else f"{mode}@{own}", mode, own)
+
+
+@dataclass(frozen=True)
+class Load:
+    """How requests come.
+
+    Attributes:
+        name: ``c16`` (16 clients, each sends its next request when it has its answer), ``p12`` (Poisson, 12 a
+            second) or ``p50%`` (Poisson, half of what stock vLLM serves at most).
+        clients: clients of a closed loop; 0 with Poisson arrivals.
+        rate: requests a second; 0 in a closed loop, and until the capacity is known.
+        share: share of stock's capacity; 0 where the rate is given.
+
+    """
+
+    name: str
+    clients: int = 0
+    rate: float = 0.0
+    share: float = 0.0
+
+
+def parse_load(text: str) -> Load:
+    """Return the load of a name.
+
+    Raises:
+        ValueError: if it is no name of a load.
+
+    """
+    text = text.strip()
+    if match := re.fullmatch(r"c([1-9]\d*)", text):
+        return Load(text, clients=int(match[1]))
+    if match := re.fullmatch(r"p(\d+(?:\.\d+)?)(%?)", text):
+        number = float(match[1])
+        if match[2] and 0 < number <= 100 * MOST_SHARE:
+            return Load(text, share=number / 100)
+        if not match[2] and number > 0:
+            return Load(text, rate=number)
+    raise ValueError(f"{text!r} is no load: use c16 (16 clients), p12 (12 requests/s) or p50% (of capacity)")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal lengths of prompts and answers, by their medians.
+
+    Attributes:
+        prompt: median of the prompts, in tokens.
+        answer: median of the answers.
+        prompt_sigma: of the logarithm.
+        answer_sigma: of the logarithm.
+        least: fewest tokens of either.
+        most_prompt: longest prompt.
+        most_answer: longest answer.
+
+    """
+
+    prompt: int
+    answer: int
+    prompt_sigma: float = 0.6
+    answer_sigma: float = 0.5
+    least: int = 8
+    most_prompt: int = 6000
+    most_answer: int = 2000
+
+    @property
+    def name(self) -> str:
+        """Return the medians, as in ``512/256``."""
+        return f"{self.prompt}/{self.answer}"
+
+
+def parse_lengths(text: str, max_len: int) -> Lengths:
+    """Return the lengths of ``512/256``, cut so that a prompt with its answer fits into ``max_len`` tokens.
+
+    Raises:
+        ValueError: if it is not of that form, or does not fit.
+
+    """
+    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if match is None or not int(match[1]) or not int(match[2]):
+        raise ValueError(f"{text!r} are no lengths: give the medians of prompts and answers, as 512/256")
+    prompt, answer = int(match[1]), int(match[2])
+    most_answer = min(4 * answer, max_len // 2)
+    most_prompt = min(6000, max_len - most_answer - 16)
+    if most_prompt < prompt:
+        raise ValueError(f"prompts around {prompt} tokens do not fit into {max_len}")
+    return Lengths(prompt, answer, most_prompt=most_prompt, most_answer=most_answer)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many requests a closed loop needs: before the window, and in it."""
+
+    ramp: int
+    measured: int
+
+    @property
+    def total(self) -> int:
+        """Requests to prepare: when the last is sent, all clients are still busy."""
+        return self.ramp + self.measured
+
+
+def size(clients: int, scale: float = 1.0) -> Size:
+    """Return how many requests a closed loop of so many clients takes.
+
+    The window begins when as many requests have ended as there are clients. It ends when none is left.
+    """
+    measured = max(8, min(4 * clients, max(64, 2 * clients)))
+    return Size(clients, max(2, round(measured * scale)) + clients - 1)
+
+
+def order(arms: Sequence[Arm], turn: int) -> list[Arm]:
+    """Return the arms in the order of a turn: every arm is first, middle and last equally often.
+
+    Two turns in a row are each other's reverse, so that a drift of the machine falls on all arms.
+    """
+    rotations = [
+        tuple(arms[(start + step) % len(arms)] for step in range(len(arms))) for start in range(len(arms))
+    ]
+    orders = list(itertools.chain.from_iterable((one, one[::-1]) for one in rotations))
+    return list(orders[turn % len(orders)])

