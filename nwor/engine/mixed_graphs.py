@@ -32,8 +32,9 @@ logger = logging.getLogger("vllm.nwor.mixed_graphs")
 ForwardFn = Callable[[CUDAGraphMode], None]
 ForwardFactory = Callable[..., ForwardFn]
 
-#: Rows between two graphs' sizes, by the rows up to which that holds. Products have tiles of 64 and 128 rows.
-STEPS = ((64, 16), (256, 32), (512, 64), (1024, 128), (1 << 30, 256))
+#: Rows between two graphs' sizes, by the rows up to which that holds. Products have tiles of 64 and 128 rows:
+#: most of the rows that a step is padded with cost nothing.
+STEPS = ((128, 16), (256, 32), (1 << 30, 64))
 #: Graphs of more rows copy their windows aside: else the memory of all rows' keys and values, layer by layer,
 #: would stay taken for them.
 MOST_KEPT_ROWS = 512

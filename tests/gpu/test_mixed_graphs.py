@@ -141,7 +141,7 @@ def test_no_slot_of_a_rejected_token_changes(engine: Any, mode: str) -> None:
 def test_outputs_and_acceptance_are_those_of_off(engine: Any) -> None:
     runs = {}
     for mode in ("off", "stage"):
-        tokens, logprobs = near_ties.read(_run(engine, mode, logprobs=5))
+        tokens, logprobs = near_ties.read(_run(engine, mode, logprobs=20))
         counts = _report(engine)["counts"]
         runs[mode] = {"tokens": tokens, "logprobs": logprobs, **counts}
     fp8 = engine.llm_engine.vllm_config.cache_config.cache_dtype == "fp8"
@@ -168,10 +168,10 @@ def test_an_error_before_a_replay_costs_no_token(engine: Any, monkeypatch: pytes
             return
         raise RuntimeError("injected")
 
-    off = near_ties.read(_run(engine, "off", 24, logprobs=5))
+    off = near_ties.read(_run(engine, "off", 24, logprobs=20))
     with monkeypatch.context() as patch:
         patch.setattr(window, "adopt", fail)
-        seen = near_ties.read(_run(engine, "stage", 24, logprobs=5))
+        seen = near_ties.read(_run(engine, "stage", 24, logprobs=20))
     report = _report(engine)
     assert "injected" in report["fault"]
     assert report["mode"] == "off"

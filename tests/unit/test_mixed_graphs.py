@@ -7,6 +7,7 @@ Attention, capture and replay need a GPU: tests/gpu.
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,12 +175,14 @@ def test_only_steps_that_are_staged_take_these_graphs(engine: Engine) -> None:
 
 def test_sizes_grow_with_the_rows_and_end_at_the_limit() -> None:
     sizes = graph_sizes(2048)
-    assert sizes[:5] == [16, 32, 48, 64, 96]
-    assert sizes[-3:] == [1536, 1792, 2048]
+    assert sizes[:9] == [16, 32, 48, 64, 80, 96, 112, 128, 160]
+    assert sizes[-3:] == [1920, 1984, 2048]
+    # No step above 256 rows is padded by more than a tile.
+    assert max(b - a for a, b in itertools.pairwise(sizes)) == 64
     assert sizes == sorted(set(sizes))
     assert graph_sizes(600) == [size for size in sizes if size <= 600]
     assert graph_sizes(15) == []
-    assert [desc.num_reqs for desc in descriptors(96, 40, [0, 1])] == [40] * 6 + [32, 32, 16, 16]
+    assert [desc.num_reqs for desc in descriptors(64, 40, [0, 1])] == [40] * 4 + [32, 32, 16, 16]
 
 
 def test_partial_results_take_no_more_memory_where_rows_are_many() -> None:
