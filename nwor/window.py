@@ -302,7 +302,7 @@ class Window:
         return copies
 
     def room(self, rows: int) -> dict[str, Source]:
-        """Return new memory for windows' rows of every layer; docs/engine.md says why new."""
+        """Return new memory for windows' rows of every layer; docs/vllm/integration.md says why new."""
         room: dict[str, Source] = {}
         for group in self.groups:
             count, first = len(group.layers), group.layers[0]

@@ -11,7 +11,7 @@ import pytest
 
 from nwor.engine.support import REASONS, Unsupported, check_engine, check_graphs, check_impl, check_layer
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "engine.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "vllm" / "fallbacks.md"
 
 
 def test_documented_reasons_are_the_reasons():
