@@ -1,5 +1,5 @@
 // How the results of several thread blocks become a unit's: those of a cluster through distributed shared memory, those of
-// workers that share a unit by way of the workspace. docs/kernels.md says why nobody waits for long.
+// workers that share a unit by way of the workspace. docs/kernels/design.md says why nobody waits for long.
 #pragma once
 
 #include "verify_merge.cuh"
