@@ -1,0 +1,312 @@
+"""Makes the tables of docs/performance.md and docs/kernels/performance.md from the benchmarks' results.
+
+    python benchmarks/performance.py            # writes the pages
+    python benchmarks/performance.py --check    # ends with 1 where a page is not what it would write
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is around it is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+def _load(folder: str, name: str) -> ModuleType:
+    """Import a module of a benchmark under a name of its own: two have a `report` and a `results`.
+
+    Args:
+        folder: the benchmark; its modules import one another by their bare names.
+        name: the module.
+
+    """
+    place, before = HERE / folder, set(sys.modules)
+    sys.path.insert(0, str(place))
+    try:
+        spec = importlib.util.spec_from_file_location(f"benchmarks_{folder}_{name}", place / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(place))
+        for other in set(sys.modules) - before - {f"benchmarks_{folder}_{name}"}:
+            if str(getattr(sys.modules[other], "__file__", None)).startswith(str(place)):
+                del sys.modules[other]
+
+
+kernels_report = _load("kernels", "report")
+engine_results = _load("engine", "results")
+host_time = _load("engine", "host_time")
+
+DOCS = HERE.parent / "docs"
+PAGES = (DOCS / "performance.md", DOCS / "kernels" / "performance.md")
+TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+#: Files of benchmarks/engine/results and what the page calls their cells.
+ENGINE = (
+    ("8B, k = 4", "h200-8b-k4"),
+    ("8B, k = 4, another machine", "h200-8b-k4-again"),
+    ("8B, k = 8", "h200-8b-k8"),
+    ("1B, k = 4", "h200-1b-k4"),
+    ("1B, k = 8", "h200-1b-k8"),
+    ("8B, k = 4, fp8 cache", "h200-8b-k4-fp8"),
+    ("1B, k = 4, fp8 cache", "h200-1b-k4-fp8"),
+)
+MODES = ("h200-modes-8b-k4", "h200-modes-8b-k8", "h200-modes-1b-k4", "h200-modes-1b-k8")
+HOST = ("h200-1b-k4-host", "h200-8b-k4-host", "h200-modes-1b-k4", "h200-modes-8b-k4")
+
+
+def _kernels(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((HERE / "kernels" / "results" / f"{name}.json").read_text("utf-8"))
+    return data
+
+
+def _engine(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((HERE / "engine" / "results" / f"{name}.json").read_text("utf-8"))
+    return data
+
+
+def _table(*heads: str, rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+_SUMMARY = (
+    "| {} | cells | geometric mean, context <= 600 | all cells | slower beyond noise | worst"
+    " | of cells over 100 MB: at 92% of copy | of one as large |\n|---|---|---|---|---|---|---|---|"
+)
+
+
+def kernels_h200() -> str:
+    """By heads, the whole grid."""
+    lines = [_SUMMARY.format("heads, cache")]
+    for cache in ("bf16", "fp8"):
+        data = _kernels(f"h200-{cache}")
+        rows, copy = [r for r in data["rows"] if "stock" in r], data["copy_bytes_per_second"]
+        for heads in dict.fromkeys(r["heads"] for r in rows):
+            own = [r for r in rows if r["heads"] == heads]
+            lines.append(kernels_report.summary_line(f"{heads}, {cache}", own, copy))
+        lines.append(kernels_report.summary_line(f"**all, {cache}**", rows, copy))
+    return "\n".join(lines)
+
+
+def kernels_h100() -> str:
+    """By heads and batch, the cells that were measured there."""
+    lines = [_SUMMARY.format("heads, cache, batch")]
+    for cache in ("bf16", "fp8"):
+        data = _kernels(f"h100-{cache}")
+        rows, copy = data["rows"], data["copy_bytes_per_second"]
+        for heads in ("32/8/128", "32/8/64", "64/8/128", "16/2/256"):
+            for name, few in (("1, 4, 16", True), ("64, 128", False)):
+                own = [r for r in rows if r["heads"] == heads and (r["batch"] <= 16) == few]
+                if own:
+                    lines.append(kernels_report.summary_line(f"{heads}, {cache}, {name}", own, copy))
+    return "\n".join(lines)
+
+
+def commit() -> str:
+    """What a commit of 32 layers takes."""
+    head, body = "", []
+    for name in ("h200-commit-bf16", "h200-fp8"):
+        data = _kernels(name)
+        lines = kernels_report.commit_table(data["rows"], data["copy_bytes_per_second"]).splitlines()
+        head, body = "\n".join(lines[:2]), body + lines[2:]
+    return "\n".join([head, *body])
+
+
+def flashinfer() -> str:
+    """FlashInfer's fastest way beside both."""
+    rows = []
+    for cache in ("bf16", "fp8"):
+        for r in _kernels(f"h200-flashinfer-{cache}")["rows"]:
+            way = kernels_report.fastest_flashinfer(r)
+            cell = f"{r['heads']}, {cache}, {r['batch']} x {r['context']}"
+            times = [f"{r[side]:.1f}" for side in ("stock", "nwor", way)]
+            rows.append([cell, *times, way, f"{kernels_report.against_flashinfer(r)[0]:.2f}"])
+    heads = ("heads, cache, batch x context", "stock", "nwor", "FlashInfer", "its way", "FlashInfer / nwor")
+    return _table(*heads, rows=rows)
+
+
+def sampling() -> str:
+    """The kernels of `lean_sampling`."""
+    rows = []
+    data = _kernels("h200-sampling")
+    drafts = data["drafts"]
+    for r in data["results"]:
+        what = (
+            f"argmax, rows: {r['rows']}"
+            if "rows" in r
+            else f"rejection, k = {drafts}, requests: {r['requests']}"
+        )
+        rows.append([what, f"{r['vocab']}", f"{r['stock']:.1f}", f"{r['nwor']:.1f}"])
+    return _table("what", "vocabulary", "stock", "nwor", rows=rows)
+
+
+def _date(data: dict[str, Any]) -> str:
+    return " to ".join(sorted({p["date"] for p in data["processes"] if "date" in p}))
+
+
+def _mean(results: Sequence[Any], mode: str, base: str = "stock") -> str:
+    there = [r for r in results if r.has(mode, base)]
+    return f"{engine_results.geometric_mean(r.ratio(mode, base) for r in there):.3f}" if there else "-"
+
+
+def _cell(result: Any) -> str:
+    return f"{result.batch} x {result.context}, {result.acceptance}"
+
+
+def engine() -> str:
+    """Means of each run."""
+    rows = []
+    for name, file in ENGINE:
+        data = _engine(file)
+        cells = engine_results.results_of([data])
+        low = min(cells, key=lambda r: r.ratio("stage"))
+        lowest = f"{low.ratio('stage'):.3f} ± {low.noise('stage'):.3f} ({_cell(low)})"
+        slower = sum(r.slower("stage") for r in cells)
+        short = [r for r in cells if r.context == 512]
+        figures = [
+            _mean(cells, "stage"),
+            _mean(short, "stage"),
+            _mean(cells, "off"),
+            _mean(cells, "stage", "off"),
+        ]
+        rows.append(
+            [
+                f"{name}",
+                f"{len(cells)}",
+                f"{data['settings']['repeats']}",
+                _date(data),
+                *figures,
+                f"{slower}",
+                lowest,
+            ]
+        )
+    heads = (
+        "engine",
+        "cells",
+        "runs",
+        "date",
+        "`stage` / stock",
+        "at 512",
+        "`off` / stock",
+        "`stage` / `off`",
+    )
+    return _table(*heads, "`stage` slower beyond noise", "lowest `stage` / stock", rows=rows)
+
+
+def engine_cells() -> str:
+    """`stage` / stock at one acceptance, by context and batch."""
+    columns = {
+        name: engine_results.results_of([_engine(file)]) for name, file in ENGINE if "another" not in name
+    }
+    batches, rows = (1, 16, 64), []
+    for context in (512, 4096, 16384):
+        row = [f"{context}"]
+        for cells in columns.values():
+            found = {r.batch: r for r in cells if r.context == context and r.acceptance == 0.6}
+            row.append(", ".join(f"{found[b].ratio('stage'):.3f}" if b in found else "-" for b in batches))
+        rows.append(row)
+    return _table("context", *columns, rows=rows)
+
+
+def modes() -> str:
+    """The run that has all three modes, steps with full graphs only."""
+    rows = []
+    for file in MODES:
+        data = _engine(file)
+        cells = [r for r in engine_results.results_of([data]) if not r.without_graph]
+        name = f"{cells[0].shape.upper()}, k = {cells[0].k}"
+        rows.append([name, f"{len(cells)}", *(_mean(cells, mode) for mode in ("stage", "off", "cow"))])
+    return _table("cells", "number", "`stage` / stock", "`off` / stock", "`cow` / stock", rows=rows)
+
+
+def graphs() -> str:
+    """Seconds and memory of the graphs of `stage`."""
+    rows = []
+    for name, file in ENGINE:
+        data = _engine(file)
+        for process in data["processes"]:
+            if found := process.get("report"):
+                mib = f"{found['capture_bytes'] / 2**20:.0f}"
+                rows.append(
+                    [name, f"{process['graph_tokens']}", _date(data), f"{found['capture_seconds']:.1f}", mib]
+                )
+    return _table("engine", "largest graph, tokens", "date", "s", "MiB", rows=rows)
+
+
+def host() -> str:
+    """Host time of a step."""
+    rows = []
+    for file in HOST:
+        data = _engine(file)
+        for process in data["processes"]:
+            times = process.get("host_time") or {}
+            if process["kind"] != "nwor":
+                continue
+            stock = next(p["host_time"] for p in data["processes"] if p["kind"] == "stock")
+            name = f"{process['shape'].upper()}, k = {process['k']}, {times['batch']} x {times['context']}"
+            busy = [("stage", stock["busy"]["stock"], "busy"), ("stage", times["busy"]["off"], "busy")]
+            figures = [_apart(times[what][mode], base) for mode, base, what in busy]
+            hooks = _apart(times["hooks"]["stage"], times["hooks"]["off"])
+            rows.append([name, _date(data), *figures, hooks])
+    heads = ("engine", "date", "all host work, `stage` - stock", "all host work, `stage` - `off`")
+    return _table(*heads, "NWOR's hooks alone, `stage` - `off`", rows=rows)
+
+
+def _apart(mode: dict[str, Any], base: dict[str, Any]) -> str:
+    found = host_time.difference(mode, base)
+    assert found is not None
+    return "{:+.0f} ± {:.0f}".format(*found)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "kernels-h200": kernels_h200,
+    "kernels-h100": kernels_h100,
+    "commit": commit,
+    "flashinfer": flashinfer,
+    "sampling": sampling,
+    "engine": engine,
+    "engine-cells": engine_cells,
+    "modes": modes,
+    "graphs": graphs,
+    "host": host,
+}
+
+
+def page(text: str) -> str:
+    """Return the page with its tables made anew.
+
+    Args:
+        text: the page as it stands.
+
+    """
+    return TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def main() -> None:
+    """Write the pages, or check them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 where it would")
+    args = parser.parse_args()
+    texts = {path: path.read_text("utf-8") for path in PAGES}
+    if args.check:
+        sys.exit(any(page(text) != text for text in texts.values()))
+    for path, text in texts.items():
+        path.write_text(page(text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
