@@ -252,7 +252,11 @@ def document(files: Sequence[dict[str, Any]]) -> str:
     ways = sorted({f"{ahead[p['async_scheduling']]}, {p['graph_mode']}" for p in known if "graph_mode" in p})
     settings = files[-1]["settings"]
     parts = ["# Decode throughput: stock vLLM against NWOR", "", "; ".join(about) + ".", ""]
-    parts += [METHOD.format(**settings), ""]
+    asked = {
+        name: " or ".join(f"{value}" for value in sorted({data["settings"][name] for data in files}))
+        for name in ("run_seconds", "most_tokens", "repeats")
+    }
+    parts += [METHOD.format(**asked), ""]
     parts += (
         [f"Engines: {'; '.join(ways)}; a KV cache of {settings['cache_gib']:g} GiB each, 64 requests.", ""]
         if ways
