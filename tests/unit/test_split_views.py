@@ -1,8 +1,8 @@
 """Claim: both parts of a step are made once for like layers, and name the rows that they should.
 
-Coverage: FlashAttention's own metadata on a CPU, with schedules (FlashAttention 3) stood in for; steps with and
-without rows behind the windows, layers of two shapes, slots of two groups, the step after. Attention itself
-needs a GPU: tests/gpu/test_mixed_steps.py.
+Coverage: FlashAttention's own metadata on a CPU, its schedules stood in for; steps with and without rows behind
+the windows, layers of two shapes, slots of two groups, the step after. Attention itself needs a GPU:
+tests/gpu/test_mixed_steps.py.
 """
 
 from __future__ import annotations
