@@ -1,7 +1,7 @@
 """Claim: both parts of a step are made once for like layers, and name the rows that they should.
 
-Coverage: FlashAttention's own metadata on a CPU, its schedules stood in for; steps with and without rows behind
-the windows, layers of two shapes, slots of two groups, the step after. Attention itself needs a GPU:
+Coverage: FlashAttention's own metadata on a CPU, its schedules stood in for; steps with and without rows
+behind the windows, layers of two shapes, slots of two groups, the step after. Attention itself needs a GPU:
 tests/gpu/test_mixed_steps.py.
 """
 
