@@ -27,16 +27,17 @@ class NworConfig:
         mode: the mode in force after start-up.
         modes: the modes that may be switched to while the engine runs; graphs are captured for each of them.
         self_check_interval: verify the cache invariants on every N-th verify step; 0 turns the check off.
-        lean_host: spare the host work of vLLM's own whose outcome is known beforehand.
-        lean_sampling: find the most likely tokens with NWOR's own kernels, on model runner V2 on CUDA.
+        fast_host: spare the host work of vLLM's own whose outcome is known beforehand, in every mode.
+        fast_sampling: find the most likely tokens with NWOR's own kernels, on model runner V2 on CUDA, in
+            every mode.
 
     """
 
     mode: Mode = Mode.STAGE
     modes: tuple[Mode, ...] = (Mode.OFF, Mode.STAGE, Mode.COW)
     self_check_interval: int = 0
-    lean_host: bool = True
-    lean_sampling: bool = True
+    fast_host: bool = True
+    fast_sampling: bool = True
 
     def __post_init__(self) -> None:
         """Check that the settings fit together.
@@ -79,7 +80,7 @@ class NworConfig:
             values["modes"] = tuple(Mode)
         if "self_check_interval" in settings:
             values["self_check_interval"] = _parse_int("self_check_interval", settings["self_check_interval"])
-        for name in ("lean_host", "lean_sampling"):
+        for name in ("fast_host", "fast_sampling"):
             if name in settings:
                 values[name] = _parse_bool(name, settings[name])
         return cls(**values)
@@ -108,8 +109,8 @@ class NworConfig:
             "mode": self.mode.value,
             "modes": [mode.value for mode in self.modes],
             "self_check_interval": self.self_check_interval,
-            "lean_host": self.lean_host,
-            "lean_sampling": self.lean_sampling,
+            "fast_host": self.fast_host,
+            "fast_sampling": self.fast_sampling,
         }
 
 

@@ -15,14 +15,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, field_validator
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from nwor.accounting import WindowCounts
 from nwor.config import NworConfig
 from nwor.engine.metrics import NworStatLogger
 from nwor.engine.support import REASONS
-from nwor.errors import ConfigError
 from nwor.modes import Mode
 from server.http_errors import error_response
 from server.nwor_options import ADMIN_KEY_VARIABLE
@@ -39,12 +38,33 @@ _BEARER = HTTPBearer(auto_error=False, scheme_name="AdminKey", description="The 
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
 
 
+#: More than any mode's name with blanks around it.
+_LONGEST_MODE = 40
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_MODE else f"{text[:_LONGEST_MODE]}..."
+
+
 class ModeChange(BaseModel):
-    """Body of PUT /admin/nwor."""
+    """Body of PUT /admin/nwor: an object with one field, the mode in any case."""
 
     model_config = ConfigDict(extra="forbid")
 
-    mode: str = Field(description="off, stage or cow", examples=["stage"])
+    #: Described in place: a reference would lead nowhere within the API's description.
+    mode: Annotated[Mode, WithJsonSchema({"type": "string", "enum": [mode.value for mode in Mode]})] = Field(
+        description="The mode to put in force.", examples=["stage"]
+    )
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _in_any_case(cls, value: object) -> Mode:
+        if not isinstance(value, str):
+            raise ValueError(f"the mode must be a string, not {_shorten(value)}")
+        if len(value) > _LONGEST_MODE:
+            raise ValueError(f"a mode has at most {_LONGEST_MODE} characters, not {len(value)}")
+        return Mode.parse(value)
 
 
 class Refusal(Exception):  # noqa: N818  an answer, not a fault
@@ -247,6 +267,12 @@ def _absent() -> str:
 
 
 def _parse(body: bytes) -> Mode:
+    """Return the mode that a body asks for.
+
+    Raises:
+        Refusal: 400 for a body that is no :class:`ModeChange`.
+
+    """
     wanted = 'send a JSON object such as {"mode": "stage"}'
     try:
         values = json.loads(body)
@@ -256,21 +282,19 @@ def _parse(body: bytes) -> Mode:
         raise Refusal(
             HTTPStatus.BAD_REQUEST, f"The request body is no JSON object: {wanted}.", "BadRequestError"
         )
-    unknown = [name for name in values if name != "mode"]
-    if unknown or "mode" not in values:
-        problem = f"has an unknown field {unknown[0]!r}" if unknown else "has no field 'mode'"
-        raise Refusal(
-            HTTPStatus.BAD_REQUEST, f"The request body {problem}: {wanted}.", "BadRequestError", "mode"
-        )
     try:
-        if not isinstance(values["mode"], str):
-            raise ConfigError(f"the mode must be a string, not {values['mode']!r}")
-        return Mode.parse(values["mode"])
-    except ConfigError as error:
-        message = str(error)
-        raise Refusal(
-            HTTPStatus.BAD_REQUEST, f"{message[0].upper()}{message[1:]}.", "BadRequestError", "mode"
-        ) from error
+        return ModeChange.model_validate(values).mode
+    except ValidationError as invalid:
+        # What is too much comes first: a misspelled field is missing, too.
+        error = min(invalid.errors(), key=lambda found: found["type"] != "extra_forbidden")
+        if error["type"] == "extra_forbidden":
+            message = f"The request body has an unknown field {_shorten(error['loc'][0])}: {wanted}."
+        elif error["type"] == "missing":
+            message = f"The request body has no field 'mode': {wanted}."
+        else:
+            text = str(error["ctx"]["error"])
+            message = f"{text[0].upper()}{text[1:]}."
+        raise Refusal(HTTPStatus.BAD_REQUEST, message, "BadRequestError", "mode") from invalid
 
 
 def make_router(admin: Admin) -> APIRouter:

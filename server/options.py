@@ -7,6 +7,7 @@ from typing import Any
 
 from server.errors import StartupError, UsageError
 from server.models import check_draft, check_model, guess_method
+from server.nwor_options import leaves_nwor_out
 
 #: Title of our group in ``--help``.
 GROUP = "NworServer"
@@ -185,7 +186,12 @@ def speculates(args: argparse.Namespace) -> bool:
 
 
 def use_reporting_scheduler(args: argparse.Namespace) -> None:
-    """Have the figures reported of requests that stop strings end, unless the user chose a scheduler."""
+    """Have the figures reported of requests that stop strings end.
+
+    Not where the user chose a scheduler, nor where the engine is to have vLLM's own classes.
+    """
+    if leaves_nwor_out(args):
+        return
     if speculates(args) and args.per_request_spec_decode_metrics != "none" and args.scheduler_cls is None:
         args.scheduler_cls = REPORTING_SCHEDULER
 

@@ -9,7 +9,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from nwor.config import MAX_WINDOW
-from nwor.engine import lean_inputs, lean_launches, lean_sampling
+from nwor.engine import fast_paths
 from nwor.engine.attention_flash import NworFlashAttentionBackend, layer_cache_views
 from nwor.engine.graphs import NworCudaGraphManager, stageable
 from nwor.engine.layers import target_layers
@@ -36,12 +36,12 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
         if not is_profiling:
             self.cudagraph_manager = NworCudaGraphManager.adopt(self.cudagraph_manager, self.nwor)
-            config = self.nwor.state.config
-            if config.lean_sampling:
-                lean_sampling.apply(self.speculator, self.rejection_sampler, self.max_num_reqs, self.device)
-            if config.lean_host:
-                lean_inputs.apply()
-                lean_launches.apply()
+            state = self.nwor.state
+            state.fast_paths.note(
+                fast_paths.apply(
+                    state.config, self.speculator, self.rejection_sampler, self.max_num_reqs, self.device
+                )
+            )
 
     def profile_cudagraph_memory(self) -> int:
         """Return what all graphs will take, those of ``stage`` too: vLLM leaves it out of the cache."""
