@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from nwor.accounting import WindowCounts
 from nwor.config import NworConfig
 from nwor.engine.metrics import NworStatLogger
+from nwor.engine.peers import Peers
 from nwor.engine.support import REASONS
 from nwor.modes import Mode
 from server.http_errors import error_response
@@ -79,6 +80,8 @@ class Refusal(Exception):  # noqa: N818  an answer, not a fault
 class Admin:
     """The routes' owner: the key, the engine, and one lock around everything that changes it.
 
+    The lock holds for all API server processes of the server: each of them serves these routes.
+
     Args:
         key: the admin key; None where none was set.
 
@@ -89,7 +92,7 @@ class Admin:
         self._engine: Any = None
         self._config: NworConfig | None = None
         self._metrics: NworStatLogger | None = None
-        self._lock = asyncio.Lock()
+        self._peers = Peers()
 
     def connect(self, engine: Any, metrics: NworStatLogger | None) -> None:
         """Take the engine, before the first request comes.
@@ -102,6 +105,7 @@ class Admin:
         self._engine = engine
         self._config = NworConfig.from_additional_config(engine.vllm_config.additional_config)
         self._metrics = metrics
+        self._peers = Peers.of(engine)
 
     def authorize(self, token: str | None) -> str:
         """Return the id of the key that was sent.
@@ -141,7 +145,11 @@ class Admin:
         for answers in engines:
             total.add(WindowCounts.of_plain(_counting(answers)["counts"]))
         counts = total.plain()
-        ranks = [{"engine": i, **rank} for i, answers in enumerate(engines) for rank in answers]
+        ranks = [
+            {"engine": number, **rank}
+            for number, answers in zip(self._numbers(len(engines)), engines, strict=True)
+            for rank in answers
+        ]
         changes = ranks[0]["changes"]
         for rank in ranks:
             del rank["counts"], rank["changes"]
@@ -185,7 +193,7 @@ class Admin:
                 "ConflictError",
                 param="mode",
             )
-        async with self._lock:
+        async with self._peers.one_at_a_time():
             asked = _asked(key_id)
             engines = await self._call("nwor_set_mode", mode.value, asked)
             first = min(engines[0], key=_rank)
@@ -204,11 +212,17 @@ class Admin:
         """
         if self._config is None:
             raise Refusal(HTTPStatus.CONFLICT, _absent(), "ConflictError")
-        async with self._lock:
+        async with self._peers.one_at_a_time():
             asked = _asked(key_id)
             engines = await self._call("nwor_reset_stats", asked)
             logger.info("Admin key %s reset the counters (%s).", key_id, asked["when"])
         return {"reset": True, "ranks": sum(map(len, engines))}
+
+    def _numbers(self, engines: int) -> Sequence[int]:
+        """Return the engines' numbers as metrics have them; with a server for each, not from 0."""
+        numbers: Sequence[int] = getattr(self._engine.engine_core, "engine_ranks_managed", ())
+        # An elastic number of engines is another one after a while; those start at 0.
+        return numbers if len(numbers) == engines else range(engines)
 
     async def _call(self, method: str, *args: Any) -> list[list[Any]]:
         """Return the answers of each engine's ranks; data parallelism has several engines.

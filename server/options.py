@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from typing import Any
 
 from server.errors import StartupError, UsageError
 from server.models import check_draft, check_model, guess_method
 from server.nwor_options import leaves_nwor_out
+from server.processor import demo_dtype
+
+logger = logging.getLogger("vllm.nwor.server")
 
 #: Title of our group in ``--help``.
 GROUP = "NworServer"
@@ -213,13 +217,16 @@ def check_device(device_type: str) -> None:
         )
 
 
-def apply_device_defaults(args: argparse.Namespace, device_type: str, enforce_eager_given: bool) -> None:
+def apply_device_defaults(
+    args: argparse.Namespace, device_type: str, enforce_eager_given: bool, dtype_given: bool = False
+) -> None:
     """Fill in what suits the device, where the user has not said otherwise.
 
     Args:
         args: the parsed command line.
         device_type: vLLM's name of the device.
         enforce_eager_given: whether ``--enforce-eager`` or its negation was typed.
+        dtype_given: whether ``--dtype`` was typed, be it as ``auto``.
 
     """
     if device_type != "cpu":
@@ -231,3 +238,7 @@ def apply_device_defaults(args: argparse.Namespace, device_type: str, enforce_ea
     # Compiling the small model takes longer than it saves before the first answers.
     if args.demo and not enforce_eager_given:
         args.enforce_eager = True
+    if args.demo and not dtype_given and args.dtype == "auto":
+        dtype, why = demo_dtype()
+        args.dtype = dtype or args.dtype
+        logger.info("The demo takes %s; --dtype chooses another.", why)
