@@ -83,26 +83,24 @@ class ApiProcesses:
         """
         # Before the processes that count: what they count adds up in files of this folder.
         setup_multiprocess_prometheus()
+        with contextlib.ExitStack() as owned:
+            try:
+                processes = self._start(owned)
+            except Exception as error:
+                raise StartupError(f"the engine did not start: {cause_of(error)}") from error
+            self._wait_until_ready(processes)
+            self._take_signals()
+            ready()
+            return self._watch(processes)
+
+    def _start(self, owned: contextlib.ExitStack) -> list[Any]:
+        """Start all processes; ``owned`` ends them, the API servers first."""
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         propagate_flash_late_interaction(self._args, engine_args)
         engine_args._api_process_count = self._count
         engine_args._api_process_rank = -1
-        try:
-            config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-            log_stats = not engine_args.disable_log_stats
-            with contextlib.ExitStack() as owned:
-                processes = self._start(config, log_stats, owned)
-                self._wait_until_ready(processes)
-                self._take_signals()
-                ready()
-                return self._watch(processes)
-        except StartupError:
-            raise
-        except Exception as error:
-            raise StartupError(f"the engine did not start: {cause_of(error)}") from error
-
-    def _start(self, config: Any, log_stats: bool, owned: contextlib.ExitStack) -> list[Any]:
-        """Start all processes; ``owned`` ends them, the API servers first."""
+        config: Any = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+        log_stats = not engine_args.disable_log_stats
         listeners = bind_engine_zmq_listeners(config, self._count)
         with launch_core_engines(
             config, Executor.get_class(config), log_stats, listeners.addresses

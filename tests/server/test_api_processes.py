@@ -39,6 +39,8 @@ def pair(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess]:
         *("--demo", "--data-parallel-size", str(ENGINES), "--max-num-seqs", "8", "--max-model-len", "2048"),
         *("--admin-api-key", ADMIN_KEY),
     )
+    # /health answers as soon as one process serves.
+    wait_until(lambda: "is ready on" in server.log, 120, "all processes serve")
     yield server
     server.kill()
 
