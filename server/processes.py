@@ -66,7 +66,7 @@ def _refuse_other_launchers(args: argparse.Namespace) -> None:
         raise UsageError("--grpc is not supported: nwor-server serves HTTP; drop it, or use 'vllm serve'")
     if args.data_parallel_multi_port_external_lb:
         raise UsageError(
-            "--data-parallel-multi-port-external-lb is not supported: start one nwor-server for each engine (a "
-            "mixture of experts with --data-parallel-rank, any other model without --data-parallel flags), or "
-            "drop it"
+            "--data-parallel-multi-port-external-lb is not supported: start one nwor-server for each engine "
+            "(with --data-parallel-rank for a mixture of experts, else without --data-parallel flags), "
+            "or drop it"
         )

@@ -124,3 +124,24 @@ def test_the_scheduler_tells_what_it_leaves_to_vllm(tmp_path: Any, monkeypatch: 
     said = run(make_scheduler(tmp_path, SETUP, create_scheduler))
     assert said["active"] == []
     assert said["inactive"]["scheduler"] == "check_stop is not vLLM's own"
+
+
+def test_the_gpu_runner_notes_what_it_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nwor.engine import runner_v2_gpu
+
+    runner: Any = object.__new__(runner_v2_gpu.NworGPUModelRunnerV2)
+    runner.nwor = SimpleNamespace(state=RankState(NworConfig(), Mode.OFF))
+    runner.cudagraph_manager, runner.speculator, runner.rejection_sampler = object(), object(), object()
+    runner.max_num_reqs, runner.device = 4, torch.device("cpu")
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(NworRunner, "initialize_kv_cache", lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        runner_v2_gpu.NworCudaGraphManager, "adopt", staticmethod(lambda manager, rank: manager)
+    )
+    monkeypatch.setattr(worker_paths, "apply", lambda *args: asked.append(args) or {"launches": None})
+    runner.initialize_kv_cache(None, is_profiling=True)
+    assert asked == []
+    runner.initialize_kv_cache(None)
+    state = runner.nwor.state
+    assert asked == [(state.config, runner.speculator, runner.rejection_sampler, 4, runner.device)]
+    assert state.report()["fast_paths"]["fast_host"]["active"] == ["launches"]
