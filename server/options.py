@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import sys
 from typing import Any
 
 from server.errors import StartupError, UsageError
 from server.models import check_draft, check_model, guess_method
 from server.nwor_options import leaves_nwor_out
 from server.processor import demo_dtype
-
-logger = logging.getLogger("vllm.nwor.server")
 
 #: Title of our group in ``--help``.
 GROUP = "NworServer"
@@ -241,4 +239,5 @@ def apply_device_defaults(
     if args.demo and not dtype_given and args.dtype == "auto":
         dtype, why = demo_dtype()
         args.dtype = dtype or args.dtype
-        logger.info("The demo takes %s; --dtype chooses another.", why)
+        # vLLM sets its log up later than this.
+        print(f"nwor-server: the demo takes {why}; --dtype chooses another", file=sys.stderr, flush=True)

@@ -70,21 +70,6 @@ LEDGER = (
         removal="when vLLM carries a plugin's own scheduler statistics",
         where="nwor.engine.figures",
     ),
-    Patch(
-        target="vllm.v1.worker.cpu_model_runner.CPUModelRunner._sample",
-        why="for a seeded request whose prompt takes several steps vLLM turns the generator back by an "
-        "offset, which CPU generators do not have: the engine dies",
-        how="puts the generators' states back after sampling; with NWOR and under nwor-server",
-        removal="when vLLM asks for a generator's kind before it does so (a unit test fails on that day)",
-        where="nwor.engine.cpu_generators",
-    ),
-    Patch(
-        target="vllm.v1.worker.cpu_model_runner.CPUModelRunner._bookkeeping_sync",
-        why="the entry before",
-        how="hides those generators while vLLM would turn them back",
-        removal="with the entry before",
-        where="nwor.engine.cpu_generators",
-    ),
 )
 
 #: Single objects that vLLM has made, in an engine that asked for NWOR.
@@ -163,15 +148,35 @@ FAST_PATH_LEDGER = (
     ),
 )
 
-#: What `nwor-server` exchanges with and without NWOR: in its own process, and on CPUs in the worker's.
-SERVER_LEDGER = (
+#: Faults of stock vLLM that are mended in the worker's process on a CPU: with NWOR, and under `nwor-server`
+#: without it as well.
+MENDS_LEDGER = (
+    Patch(
+        target="vllm.v1.worker.cpu_model_runner.CPUModelRunner._sample",
+        why="for a seeded request whose prompt takes several steps vLLM turns the generator back by an "
+        "offset, which CPU generators do not have: the engine dies",
+        how="puts the generators' states back after sampling",
+        removal="when vLLM asks for a generator's kind before it does so (a unit test fails on that day)",
+        where="nwor.engine.cpu_generators",
+    ),
+    Patch(
+        target="vllm.v1.worker.cpu_model_runner.CPUModelRunner._bookkeeping_sync",
+        why="the entry before",
+        how="hides those generators while vLLM would turn them back",
+        removal="with the entry before",
+        where="nwor.engine.cpu_generators",
+    ),
     Patch(
         target="vllm.utils.cpu_triton_utils._expand_kernel_impl",
         why="vLLM's CPU implementation fills a copy: chance is temperature, top_p and top_k of verify steps",
-        how="one that fills outputs of any type; each new engine of a process registers it again",
+        how="one that fills outputs of any type; under nwor-server alone",
         removal="when vLLM's implementation fills outputs of any type (a unit test fails on that day)",
         where="server.cpu_sampling",
     ),
+)
+
+#: What `nwor-server` exchanges in its own process, with and without NWOR.
+SERVER_LEDGER = (
     Patch(
         target="vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware",
         why="vLLM answers a wrong API key with a body of its own",

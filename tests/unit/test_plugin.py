@@ -87,7 +87,13 @@ def _resolve(path: str) -> object:
     raise AssertionError(path)
 
 
-PATCHES = patches.LEDGER + patches.OBJECT_LEDGER + patches.FAST_PATH_LEDGER + patches.SERVER_LEDGER
+PATCHES = (
+    patches.LEDGER
+    + patches.OBJECT_LEDGER
+    + patches.FAST_PATH_LEDGER
+    + patches.MENDS_LEDGER
+    + patches.SERVER_LEDGER
+)
 
 
 def test_ledger_names_what_exists_and_why():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -47,17 +46,6 @@ def test_where_nobody_tells_nothing_is_known(processors: Path) -> None:
     assert processor.demo_dtype()[0] is None
 
 
-def said(caplog: pytest.LogCaptureFixture) -> str:
-    return " ".join(record.getMessage() for record in caplog.records)
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, options.logger.name)
-    options.logger.addHandler(caplog.handler)
-    return caplog
-
-
 @pytest.mark.parametrize(
     ("flags", "dtype", "words"),
     [
@@ -68,31 +56,34 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     ],
 )
 def test_the_demo_takes_what_the_processor_is_quick_at(
-    processors: Path, log: pytest.LogCaptureFixture, flags: str, dtype: str, words: str
+    processors: Path, capsys: pytest.CaptureFixture[str], flags: str, dtype: str, words: str
 ) -> None:
     processors.write_text(flags)
     args = parse("--demo", dtype="auto")
     options.apply_device_defaults(args, "cpu", enforce_eager_given=False)
     assert args.dtype == dtype
-    assert words in said(log)
-    assert "--dtype chooses another" in said(log)
+    said = capsys.readouterr().err
+    assert words in said
+    assert "--dtype chooses another" in said
 
 
-def test_what_the_user_says_comes_first(processors: Path, log: pytest.LogCaptureFixture) -> None:
+def test_what_the_user_says_comes_first(processors: Path, capsys: pytest.CaptureFixture[str]) -> None:
     processors.write_text(AVX2)
     for dtype, typed in (("bfloat16", True), ("bfloat16", False), ("auto", True)):
         args = parse("--demo", dtype=dtype)
         options.apply_device_defaults(args, "cpu", enforce_eager_given=False, dtype_given=typed)
         assert args.dtype == dtype
-    assert said(log) == ""
+    assert capsys.readouterr().err == ""
 
 
-def test_gpus_and_other_models_keep_vllms_choice(processors: Path, log: pytest.LogCaptureFixture) -> None:
+def test_gpus_and_other_models_keep_vllms_choice(
+    processors: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     processors.write_text(AVX2)
     for args, device in ((parse("--demo", dtype="auto"), "cuda"), (parse("model", dtype="auto"), "cpu")):
         options.apply_device_defaults(args, device, enforce_eager_given=False)
         assert args.dtype == "auto"
-    assert said(log) == ""
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
