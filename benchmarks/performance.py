@@ -138,7 +138,7 @@ def flashinfer() -> str:
 
 
 def sampling() -> str:
-    """The kernels of `lean_sampling`."""
+    """The kernels of `fast_sampling`."""
     rows = []
     data = _kernels("h200-sampling")
     drafts = data["drafts"]

@@ -29,8 +29,9 @@ class NworConfig:
         self_check_interval: verify the cache invariants on every N-th verify step; 0 turns the check off.
         mixed_graph_rows: rows of the largest step that runs in one CUDA graph though prompts stand beside its
             windows; 0 leaves such steps to vLLM's graphs of pieces.
-        lean_host: spare the host work of vLLM's own whose outcome is known beforehand.
-        lean_sampling: find the most likely tokens with NWOR's own kernels, on model runner V2 on CUDA.
+        fast_host: spare the host work of vLLM's own whose outcome is known beforehand, in every mode.
+        fast_sampling: find the most likely tokens with NWOR's own kernels, on model runner V2 on CUDA, in
+            every mode.
 
     """
 
@@ -38,8 +39,8 @@ class NworConfig:
     modes: tuple[Mode, ...] = (Mode.OFF, Mode.STAGE, Mode.COW)
     self_check_interval: int = 0
     mixed_graph_rows: int = 2048
-    lean_host: bool = True
-    lean_sampling: bool = True
+    fast_host: bool = True
+    fast_sampling: bool = True
 
     def __post_init__(self) -> None:
         """Check that the settings fit together.
@@ -82,7 +83,7 @@ class NworConfig:
         for name in ("self_check_interval", "mixed_graph_rows"):
             if name in settings:
                 values[name] = _parse_int(name, settings[name])
-        for name in ("lean_host", "lean_sampling"):
+        for name in ("fast_host", "fast_sampling"):
             if name in settings:
                 values[name] = _parse_bool(name, settings[name])
         return cls(**values)
@@ -112,8 +113,8 @@ class NworConfig:
             "modes": [mode.value for mode in self.modes],
             "self_check_interval": self.self_check_interval,
             "mixed_graph_rows": self.mixed_graph_rows,
-            "lean_host": self.lean_host,
-            "lean_sampling": self.lean_sampling,
+            "fast_host": self.fast_host,
+            "fast_sampling": self.fast_sampling,
         }
 
 

@@ -96,7 +96,7 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> str:
     starts = torch.tensor([0, 3, 4], dtype=torch.int32, device=device)
     lengths = torch.tensor([20 + 3, 7 + 1], dtype=torch.int32, device=device)
     output = torch.empty_like(query)
-    size = ops.verify_attention_workspace_size(device, 2, 4, 2, 64, 3)
+    size = ops.verify_attention_workspace_size(device, 4, 2, 64, 3)
     workspace = torch.zeros(size, dtype=torch.uint8, device=device)
     arguments = (query, key, value, caches[0], caches[1], table, starts, lengths)
     plan = ops.make_verify_plan(device)

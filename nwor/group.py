@@ -41,6 +41,7 @@ class LayerGroupOps:
         self.source_dtype = first.source_dtype
         self.k_scales = _stack([layer.k_scale for layer in layers])
         self.v_scales = _stack([layer.v_scale for layer in layers])
+        self._tables = ops.LayerTables(self.key_caches, self.value_caches)
         # Reads no source: serves the ops that only move bytes between cache and log.
         self.cache_table = ops.make_cache_table(self.key_caches, self.value_caches)
 
@@ -55,9 +56,7 @@ class LayerGroupOps:
 
     def source_table(self, sources: Sequence[Source]) -> torch.Tensor:
         """Return the layer table of ``sources``; it stays valid as long as their memory does."""
-        keys = [key for key, _ in sources]
-        values = [value for _, value in sources]
-        return ops.make_layer_table(keys, values, self.key_caches, self.value_caches)
+        return self._tables.of(sources)
 
     def prepared(
         self, table: torch.Tensor, slots: torch.Tensor, query_start_loc: torch.Tensor

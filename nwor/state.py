@@ -12,6 +12,7 @@ from typing import Any
 from nwor.accounting import WindowCounts
 from nwor.config import NworConfig
 from nwor.errors import ConfigError
+from nwor.fast_paths import FastPaths
 from nwor.folding import count_kinds
 from nwor.modes import Mode
 from nwor.tally import EarlierStages, RankFacts, Tally, Treatment, add_bytes
@@ -52,6 +53,7 @@ class RankState:
         mixed_graph_steps: steps that did.
         mixed_graphs_why_not: why mixed steps do not run in one graph; None where they do.
         windows: windows since the start.
+        fast_paths: what is shortened of vLLM's own code here, in every mode.
         changes: the latest changes that somebody asked for, oldest first: when, by which key, what.
 
     """
@@ -83,7 +85,12 @@ class RankState:
     _waiting: deque[tuple[Treatment, bytes]] = field(default_factory=deque)
     _folding: threading.Lock = field(default_factory=threading.Lock)
     _facts: RankFacts | None = None
+    fast_paths: FastPaths = field(init=False)
     _stage_graphs: bool = False
+
+    def __post_init__(self) -> None:
+        """Start with the fast paths as the settings have them."""
+        self.fast_paths = FastPaths(self.config)
 
     @property
     def graphs_mode(self) -> Mode:
@@ -240,6 +247,7 @@ class RankState:
             if self.unsupported is None
             else {"reason": self.unsupported[0], "detail": self.unsupported[1]},
             "fault": self.fault,
+            "fast_paths": self.fast_paths.report(),
             "self_checks": self.self_checks,
             "capture_seconds": self.capture_seconds,
             "capture_bytes": self.capture_bytes,

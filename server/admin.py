@@ -8,21 +8,21 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, field_validator
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from nwor.accounting import WindowCounts
 from nwor.config import NworConfig
 from nwor.engine.metrics import NworStatLogger
+from nwor.engine.peers import Peers
 from nwor.engine.support import REASONS
-from nwor.errors import ConfigError
 from nwor.modes import Mode
 from server.http_errors import error_response
 from server.nwor_options import ADMIN_KEY_VARIABLE
@@ -39,12 +39,33 @@ _BEARER = HTTPBearer(auto_error=False, scheme_name="AdminKey", description="The 
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
 
 
+#: More than any mode's name with blanks around it.
+_LONGEST_MODE = 40
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_MODE else f"{text[:_LONGEST_MODE]}..."
+
+
 class ModeChange(BaseModel):
-    """Body of PUT /admin/nwor."""
+    """Body of PUT /admin/nwor: an object with one field, the mode in any case."""
 
     model_config = ConfigDict(extra="forbid")
 
-    mode: str = Field(description="off, stage or cow", examples=["stage"])
+    #: Described in place: a reference would lead nowhere within the API's description.
+    mode: Annotated[Mode, WithJsonSchema({"type": "string", "enum": [mode.value for mode in Mode]})] = Field(
+        description="The mode to put in force.", examples=["stage"]
+    )
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _in_any_case(cls, value: object) -> Mode:
+        if not isinstance(value, str):
+            raise ValueError(f"the mode must be a string, not {_shorten(value)}")
+        if len(value) > _LONGEST_MODE:
+            raise ValueError(f"a mode has at most {_LONGEST_MODE} characters, not {len(value)}")
+        return Mode.parse(value)
 
 
 class Refusal(Exception):  # noqa: N818  an answer, not a fault
@@ -59,6 +80,8 @@ class Refusal(Exception):  # noqa: N818  an answer, not a fault
 class Admin:
     """The routes' owner: the key, the engine, and one lock around everything that changes it.
 
+    The lock holds for all API server processes of the server: each of them serves these routes.
+
     Args:
         key: the admin key; None where none was set.
 
@@ -69,7 +92,7 @@ class Admin:
         self._engine: Any = None
         self._config: NworConfig | None = None
         self._metrics: NworStatLogger | None = None
-        self._lock = asyncio.Lock()
+        self._peers = Peers()
 
     def connect(self, engine: Any, metrics: NworStatLogger | None) -> None:
         """Take the engine, before the first request comes.
@@ -82,6 +105,7 @@ class Admin:
         self._engine = engine
         self._config = NworConfig.from_additional_config(engine.vllm_config.additional_config)
         self._metrics = metrics
+        self._peers = Peers.of(engine)
 
     def authorize(self, token: str | None) -> str:
         """Return the id of the key that was sent.
@@ -121,7 +145,11 @@ class Admin:
         for answers in engines:
             total.add(WindowCounts.of_plain(_counting(answers)["counts"]))
         counts = total.plain()
-        ranks = [{"engine": i, **rank} for i, answers in enumerate(engines) for rank in answers]
+        ranks = [
+            {"engine": number, **rank}
+            for number, answers in zip(self._numbers(len(engines)), engines, strict=True)
+            for rank in answers
+        ]
         changes = ranks[0]["changes"]
         for rank in ranks:
             del rank["counts"], rank["changes"]
@@ -165,7 +193,7 @@ class Admin:
                 "ConflictError",
                 param="mode",
             )
-        async with self._lock:
+        async with self._peers.one_at_a_time():
             asked = _asked(key_id)
             engines = await self._call("nwor_set_mode", mode.value, asked)
             first = min(engines[0], key=_rank)
@@ -184,11 +212,17 @@ class Admin:
         """
         if self._config is None:
             raise Refusal(HTTPStatus.CONFLICT, _absent(), "ConflictError")
-        async with self._lock:
+        async with self._peers.one_at_a_time():
             asked = _asked(key_id)
             engines = await self._call("nwor_reset_stats", asked)
             logger.info("Admin key %s reset the counters (%s).", key_id, asked["when"])
         return {"reset": True, "ranks": sum(map(len, engines))}
+
+    def _numbers(self, engines: int) -> Sequence[int]:
+        """Return the engines' numbers as metrics have them; with a server for each, not from 0."""
+        numbers: Sequence[int] = getattr(self._engine.engine_core, "engine_ranks_managed", ())
+        # An elastic number of engines is another one after a while; those start at 0.
+        return numbers if len(numbers) == engines else range(engines)
 
     async def _call(self, method: str, *args: Any) -> list[list[Any]]:
         """Return the answers of each engine's ranks; data parallelism has several engines.
@@ -247,6 +281,12 @@ def _absent() -> str:
 
 
 def _parse(body: bytes) -> Mode:
+    """Return the mode that a body asks for.
+
+    Raises:
+        Refusal: 400 for a body that is no :class:`ModeChange`.
+
+    """
     wanted = 'send a JSON object such as {"mode": "stage"}'
     try:
         values = json.loads(body)
@@ -256,21 +296,19 @@ def _parse(body: bytes) -> Mode:
         raise Refusal(
             HTTPStatus.BAD_REQUEST, f"The request body is no JSON object: {wanted}.", "BadRequestError"
         )
-    unknown = [name for name in values if name != "mode"]
-    if unknown or "mode" not in values:
-        problem = f"has an unknown field {unknown[0]!r}" if unknown else "has no field 'mode'"
-        raise Refusal(
-            HTTPStatus.BAD_REQUEST, f"The request body {problem}: {wanted}.", "BadRequestError", "mode"
-        )
     try:
-        if not isinstance(values["mode"], str):
-            raise ConfigError(f"the mode must be a string, not {values['mode']!r}")
-        return Mode.parse(values["mode"])
-    except ConfigError as error:
-        message = str(error)
-        raise Refusal(
-            HTTPStatus.BAD_REQUEST, f"{message[0].upper()}{message[1:]}.", "BadRequestError", "mode"
-        ) from error
+        return ModeChange.model_validate(values).mode
+    except ValidationError as invalid:
+        # What is too much comes first: a misspelled field is missing, too.
+        error = min(invalid.errors(), key=lambda found: found["type"] != "extra_forbidden")
+        if error["type"] == "extra_forbidden":
+            message = f"The request body has an unknown field {_shorten(error['loc'][0])}: {wanted}."
+        elif error["type"] == "missing":
+            message = f"The request body has no field 'mode': {wanted}."
+        else:
+            text = str(error["ctx"]["error"])
+            message = f"{text[0].upper()}{text[1:]}."
+        raise Refusal(HTTPStatus.BAD_REQUEST, message, "BadRequestError", "mode") from invalid
 
 
 def make_router(admin: Admin) -> APIRouter:

@@ -27,6 +27,7 @@ from server.options import (
     speculates,
     use_reporting_scheduler,
 )
+from server.processes import resolve_processes
 
 PROG = "nwor-server"
 EXIT_FAILED = 1
@@ -103,11 +104,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     resolve_models(args, default_model)
     use_reporting_scheduler(args)
     resolve_nwor(args, speculates(args))
-    eager_given = any(
-        arg.replace("_", "-").startswith(("--enforce-eager", "--no-enforce-eager")) for arg in argv
+    eager_given, dtype_given = (
+        any(arg.replace("_", "-").startswith(flags) for arg in argv)
+        for flags in (("--enforce-eager", "--no-enforce-eager"), "--dtype")
     )
-    apply_device_defaults(args, current_platform.device_type, eager_given)
-    check_processes(args)
+    apply_device_defaults(args, current_platform.device_type, eager_given, dtype_given)
+    resolve_processes(args)
     check_port(args.host, args.port, args.uds)
     if admin_is_separate(args):
         check_port(args.admin_host or DEFAULT_ADMIN_HOST, args.admin_port or 0, args.admin_uds, "--admin-")
@@ -153,27 +155,6 @@ def _explain(message: str, known: dict[str, Any]) -> str:
     return f"unknown flag {word}: {hint}"
 
 
-def check_processes(args: argparse.Namespace) -> None:
-    """Refuse what this server's single API process cannot do.
-
-    Raises:
-        UsageError: a flag that asks vLLM for another launcher.
-
-    """
-    refused = {
-        "--api-server-count": args.api_server_count is not None and args.api_server_count != 1,
-        "--headless": args.headless,
-        "--grpc": args.grpc,
-        "--data-parallel-multi-port-external-lb": args.data_parallel_multi_port_external_lb,
-    }
-    for flag, given in refused.items():
-        if given:
-            raise UsageError(
-                f"{flag} is not supported: {PROG} serves HTTP from one process; drop it, run several servers "
-                "behind a load balancer, or use 'vllm serve'"
-            )
-
-
 def _run(args: argparse.Namespace) -> int:
     import uvloop
     from vllm.entrypoints.launchers.launcher import setup_server
@@ -185,14 +166,22 @@ def _run(args: argparse.Namespace) -> int:
     except (KeyError, OSError) as error:
         raise StartupError(str(error.args[0]) if isinstance(error, KeyError) else str(error)) from error
     from server.admin_listener import open_listener
+    from server.serving import serve
 
     try:
         admin = open_listener(args)
     except OSError as error:
         sock.close()
         raise StartupError(f"the admin API has nowhere to listen: {error}") from error
+    ready = partial(_announce, args, address, admin)
     try:
-        return int(uvloop.run(_serve(args, address, sock, admin)))
+        if args.api_server_count > 1:
+            from server.api_processes import ApiProcesses
+
+            return ApiProcesses(args, address, sock, admin).serve(ready)
+        # As vLLM has it where the one process starts the engine.
+        args.api_server_count = None
+        return int(uvloop.run(serve(args, sock, admin, ready=ready)))
     finally:
         if admin is not None:
             admin.close()
@@ -204,44 +193,21 @@ def _run(args: argparse.Namespace) -> int:
 def _interrupt(args: argparse.Namespace, *_: object) -> NoReturn:
     """End a start-up at once: an exception would get lost in what the event loop is in the middle of."""
     print(f"{PROG}: stopped before it was ready", file=sys.stderr, flush=True)
-    for child in multiprocessing.active_children():
+    children = multiprocessing.active_children()
+    for child in children:
         # The engine ends its own workers; where it hangs in its start, they end on seeing it gone.
         child.terminate()
+    for child in children:
         child.join(_CHILD_SECONDS)
         child.kill()
+    if own := sys.modules.get("vllm.v1.metrics.prometheus"):
+        folder = own._prometheus_multiproc_dir  # of several API server processes
+        if folder is not None:
+            folder.cleanup()
     for path in filter(None, (args.uds, args.admin_uds)):
         with contextlib.suppress(OSError):
             os.unlink(path)
     os._exit(128 + signal.SIGTERM)
-
-
-async def _serve(args: argparse.Namespace, address: str, sock: Any, admin: Any) -> int:
-    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
-
-    from server.admin_listener import create_admin_app
-    from server.app import create_app
-    from server.lifecycle import Lifecycle
-
-    engine_context = build_async_engine_client(args)
-    try:
-        engine = await engine_context.__aenter__()
-    except Exception as error:
-        raise StartupError(f"the engine did not start: {_cause(error)}") from error
-    try:
-        app = await create_app(engine, args)
-        lifecycle = Lifecycle(app, engine, args.drain_timeout)
-        if admin is not None:
-            lifecycle.add_admin(create_admin_app(engine, args), admin.sock)
-        return await lifecycle.serve(sock, args, ready=lambda: _announce(args, address, admin))
-    finally:
-        await engine_context.__aexit__(None, None, None)
-
-
-def _cause(error: BaseException) -> str:
-    """Return what vLLM says went wrong, without the validator's frame around it."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    _, found, detail = text.partition("Value error, ")
-    return detail.split(" [type=")[0] if found else text
 
 
 def _announce(args: argparse.Namespace, address: str, admin: Any) -> None:

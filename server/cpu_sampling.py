@@ -1,30 +1,21 @@
-"""Two faults of sampling on a CPU, mended in the worker's process.
+"""Two faults of sampling on a CPU, mended in the worker's process; the ledger has both.
 
-Ledger of what is exchanged in vLLM 0.32.0:
+The CPU implementation of ``expand_kernel`` writes into a 64-bit copy of its output and never copies back. So
+a verify step's temperature, top_p (floats) and top_k (32-bit integers) come from uninitialized memory:
+samples ignore them, and no seed holds. ``register_kernels`` is vLLM's own way to give a kernel another
+implementation; the function that vLLM registers is exchanged too, since each new engine of a process
+registers it again.
 
-- target: the CPU implementation of ``vllm.v1.sample.rejection_sampler.expand_kernel``
-- why: it writes into a 64-bit copy of its output and never copies back, so a verify step's temperature, top_p
-  (floats) and top_k (32-bit integers) come from uninitialized memory: samples ignore them, and no seed holds
-- how: ``register_kernels``, vLLM's own way to give a kernel another implementation, in the worker's process;
-  the function that vLLM registers is exchanged too, since each new engine in a process registers it again
-- removal: when vLLM's implementation fills outputs of any type (a unit test fails on that day)
-
-- target: ``CPUModelRunner._sample`` and ``._bookkeeping_sync``
-- why: for a seeded request whose prompt takes several steps, vLLM turns the generator back by an offset,
-  which CPU generators do not have: the engine dies, and any client can bring that about
-- how: their state is put back after sampling instead, and they are hidden while vLLM would turn them back
-- removal: when vLLM asks for the generator's kind before it turns one back (a unit test fails on that day)
+The other fault, of seeded requests, is :mod:`nwor.engine.cpu_generators`.
 """
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
-import numpy as np
 import torch
 
-_MARK = "_nwor_mended"
+from nwor.engine import cpu_generators
 
 KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
@@ -53,56 +44,19 @@ def expand(
     output.copy_(replaced.repeat_interleave(counts))
 
 
-def unfinished_generators(runner: Any) -> dict[int, torch.Generator]:
-    """Return the generators of seeded requests whose prompt is unfinished, by their row in the batch."""
-    rows = np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0]
-    generators = runner.input_batch.generators
-    return {int(row): generators[int(row)] for row in rows if int(row) in generators}
-
-
-def mend_runner(runner_class: Any) -> None:
-    """Exchange the two methods of a model runner's class, once."""
-    sample, bookkeeping = runner_class._sample, runner_class._bookkeeping_sync
-    if getattr(sample, _MARK, False):
-        return
-
-    @wraps(sample)
-    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-        states = [(generator, generator.get_state()) for generator in unfinished_generators(self).values()]
-        output = sample(self, *args, **kwargs)
-        for generator, state in states:
-            generator.set_state(state)
-        return output
-
-    @wraps(bookkeeping)
-    def _bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden = unfinished_generators(self)
-        for row in hidden:
-            del self.input_batch.generators[row]
-        try:
-            return bookkeeping(self, *args, **kwargs)
-        finally:
-            self.input_batch.generators.update(hidden)
-
-    setattr(_sample, _MARK, True)
-    runner_class._sample = _sample
-    runner_class._bookkeeping_sync = _bookkeeping_sync
-
-
 def register() -> None:
     """Apply both, in this process."""
     # Registers vLLM's own implementations, which must come first.
     import vllm._custom_ops
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.utils import cpu_triton_utils
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     del vllm
     if cpu_triton_utils._expand_kernel_impl is not expand:
         expand.__dict__["stock"] = cpu_triton_utils._expand_kernel_impl
         cpu_triton_utils._expand_kernel_impl = expand
     register_kernels({KERNEL: expand})
-    mend_runner(CPUModelRunner)
+    cpu_generators.mend()
 
 
 class WorkerExtension:

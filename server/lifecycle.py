@@ -8,14 +8,15 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, MutableSequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 from vllm import envs
 from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.launchers.launcher import NoSignalServer
 from vllm.entrypoints.launchers.utils.constants import (
     H11_MAX_HEADER_COUNT_DEFAULT,
     H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT,
@@ -38,21 +39,31 @@ ABORT_GRACE = 5.0
 _CLOSE_SECONDS = 0.3
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers: ours drain first."""
+class SignalSource(Protocol):
+    """Who says when to stop, where it is not the process' own signals."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
+    def listen(self, loop: asyncio.AbstractEventLoop, lifecycle: Lifecycle) -> None:
+        """Call :meth:`Lifecycle.stop` and :meth:`Lifecycle.engine_died` from now on."""
 
 
 class Lifecycle:
-    """Runs one application on one socket until a signal or the engine's death ends it."""
+    """Runs one application on one socket until a signal or the engine's death ends it.
 
-    def __init__(self, app: FastAPI, engine: EngineClient, drain_timeout: float) -> None:
+    Args:
+        app: the application.
+        engine: vLLM's engine client.
+        drain_timeout: seconds that running requests have to finish.
+        orders: who says when to stop; None for this process' signals.
+
+    """
+
+    def __init__(
+        self, app: FastAPI, engine: EngineClient, drain_timeout: float, orders: SignalSource | None = None
+    ) -> None:
         self._app = app
         self._engine = engine
         self._drain_timeout = drain_timeout
+        self._orders = orders
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._admin: list[tuple[FastAPI, socket.socket]] = []
@@ -67,13 +78,21 @@ class Lifecycle:
         """
         self._admin.append((app, sock))
 
-    async def serve(self, sock: socket.socket, args: argparse.Namespace, ready: Callable[[], None]) -> int:
+    async def serve(
+        self,
+        sock: socket.socket,
+        args: argparse.Namespace,
+        ready: Callable[[], None],
+        peer_loads: tuple[MutableSequence[int], int] | None = None,
+    ) -> int:
         """Serve until told to stop.
 
         Args:
             sock: a bound socket, not yet listening.
             args: the command line; uvicorn's settings are vLLM's flags.
             ready: called once the socket accepts requests.
+            peer_loads: open connections of each process that accepts from the socket, and this one's index;
+                None where no other does.
 
         Returns:
             The process' exit code.
@@ -87,7 +106,8 @@ class Lifecycle:
         )
         config.h11_max_header_count = args.h11_max_header_count or H11_MAX_HEADER_COUNT_DEFAULT  # type: ignore[attr-defined]
         config.load()
-        server = _Server(config)
+        # vLLM's server, without signal handlers: ours drain first.
+        server = NoSignalServer(config, peer_loads)
         # vLLM's error handlers ask here for an end at once when the engine is dead; _watch ends the server,
         # after the time in which /health tells of it.
         self._app.state.server = SimpleNamespace(should_exit=False)
@@ -97,8 +117,11 @@ class Lifecycle:
         refreshers = [_refresh_certificates(config) for config in configs if args.enable_ssl_refresh]
 
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, signal.Signals(number))
+        if self._orders is not None:
+            self._orders.listen(loop, self)
+        else:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self.stop, number.name)
         tasks = [
             loop.create_task(self._announce(servers, ready)),
             loop.create_task(self._watch(server)),
@@ -122,17 +145,26 @@ class Lifecycle:
         logger.info("Stopped.")
         return EXIT_OK
 
-    def _on_signal(self, number: signal.Signals) -> None:
+    def stop(self, why: str) -> None:
+        """Let running requests finish, and end then; called again, abort them.
+
+        Args:
+            why: for the log.
+
+        """
         if self._stopping.is_set():
-            logger.info("%s again: aborting what still runs.", number.name)
+            logger.info("%s again: aborting what still runs.", why)
             self._hurry.set()
             return
-        logger.info(
-            "%s: no new requests; running ones have %g s to finish.", number.name, self._drain_timeout
-        )
+        logger.info("%s: no new requests; running ones have %g s to finish.", why, self._drain_timeout)
         self._stopping.set()
 
-    async def _announce(self, servers: list[_Server], ready: Callable[[], None]) -> None:
+    def engine_died(self) -> None:
+        """Take in that an engine has died, which its client sees by itself only where it started it."""
+        client: Any = self._engine
+        client.engine_core.shutdown()
+
+    async def _announce(self, servers: list[NoSignalServer], ready: Callable[[], None]) -> None:
         while not all(server.started for server in servers):
             await asyncio.sleep(0.02)
         ready()
@@ -180,7 +212,7 @@ def uvicorn_settings(args: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def _admin_server(app: FastAPI, sock: socket.socket, args: argparse.Namespace) -> _Server:
+def _admin_server(app: FastAPI, sock: socket.socket, args: argparse.Namespace) -> NoSignalServer:
     settings = uvicorn_settings(args)
     if sock.family == socket.AF_UNIX:
         # The file's permissions stand in for TLS.
@@ -188,7 +220,7 @@ def _admin_server(app: FastAPI, sock: socket.socket, args: argparse.Namespace) -
     config = uvicorn.Config(app, **settings)
     config.timeout_graceful_shutdown = round(ABORT_GRACE)
     config.load()
-    return _Server(config)
+    return NoSignalServer(config)
 
 
 def _refresh_certificates(config: uvicorn.Config) -> SSLCertRefresher:

@@ -17,7 +17,14 @@ ADMIN_KEY_VARIABLE = "NWOR_ADMIN_API_KEY"
 #: Where ``--admin-port`` listens when no flag says otherwise: not where strangers are.
 DEFAULT_ADMIN_HOST = "127.0.0.1"
 
-_SETTINGS = {"nwor_mode": "mode", "nwor_modes": "modes", "nwor_self_check_interval": "self_check_interval"}
+_SETTINGS = {
+    "nwor_mode": "mode",
+    "nwor_modes": "modes",
+    "nwor_self_check_interval": "self_check_interval",
+    "nwor_mixed_graph_rows": "mixed_graph_rows",
+    "no_fast_host": "fast_host",
+    "no_fast_sampling": "fast_sampling",
+}
 
 
 class Secret(str):
@@ -45,6 +52,26 @@ def add_nwor_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="Check the cache after every N-th verify step; 0, the default, never does.",
+    )
+    group.add_argument(
+        "--nwor-mixed-graph-rows",
+        type=int,
+        metavar="ROWS",
+        help="Largest step that runs in one CUDA graph though prompts stand beside verification; 0 has none. "
+        f"Default: {NworConfig().mixed_graph_rows}.",
+    )
+    # None and not true where they are absent, as the other settings are.
+    group.add_argument(
+        "--no-fast-host",
+        action="store_const",
+        const=False,
+        help="In every mode: schedule steps, send inputs and launch kernels as vLLM does.",
+    )
+    group.add_argument(
+        "--no-fast-sampling",
+        action="store_const",
+        const=False,
+        help="In every mode: find the most likely tokens with vLLM's own kernels.",
     )
     group.add_argument("--no-nwor", action="store_true", help="Leave NWOR out of the engine: stock vLLM.")
     group.add_argument(
@@ -112,8 +139,14 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool) -> None:
     except ConfigError as error:
         raise UsageError(str(error)) from error
     args.additional_config = additional
-    # Where the package is installed vLLM does this by itself.
-    plugin.register()
+    if not args.no_nwor:
+        # Where the package is installed vLLM does this by itself.
+        plugin.register()
+
+
+def leaves_nwor_out(args: argparse.Namespace) -> bool:
+    """Whether the engine is to have vLLM's own classes throughout, by ``--no-nwor`` or the environment."""
+    return bool(args.no_nwor) or plugin.is_disabled()
 
 
 def _resolve_admin_key(args: argparse.Namespace) -> None:

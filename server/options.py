@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from server.errors import StartupError, UsageError
 from server.models import check_draft, check_model, guess_method
+from server.nwor_options import leaves_nwor_out
+from server.processor import demo_dtype
 
 #: Title of our group in ``--help``.
 GROUP = "NworServer"
@@ -185,7 +188,12 @@ def speculates(args: argparse.Namespace) -> bool:
 
 
 def use_reporting_scheduler(args: argparse.Namespace) -> None:
-    """Have the figures reported of requests that stop strings end, unless the user chose a scheduler."""
+    """Have the figures reported of requests that stop strings end.
+
+    Not where the user chose a scheduler, nor where the engine is to have vLLM's own classes.
+    """
+    if leaves_nwor_out(args):
+        return
     if speculates(args) and args.per_request_spec_decode_metrics != "none" and args.scheduler_cls is None:
         args.scheduler_cls = REPORTING_SCHEDULER
 
@@ -207,13 +215,16 @@ def check_device(device_type: str) -> None:
         )
 
 
-def apply_device_defaults(args: argparse.Namespace, device_type: str, enforce_eager_given: bool) -> None:
+def apply_device_defaults(
+    args: argparse.Namespace, device_type: str, enforce_eager_given: bool, dtype_given: bool = False
+) -> None:
     """Fill in what suits the device, where the user has not said otherwise.
 
     Args:
         args: the parsed command line.
         device_type: vLLM's name of the device.
         enforce_eager_given: whether ``--enforce-eager`` or its negation was typed.
+        dtype_given: whether ``--dtype`` was typed, be it as ``auto``.
 
     """
     if device_type != "cpu":
@@ -225,3 +236,8 @@ def apply_device_defaults(args: argparse.Namespace, device_type: str, enforce_ea
     # Compiling the small model takes longer than it saves before the first answers.
     if args.demo and not enforce_eager_given:
         args.enforce_eager = True
+    if args.demo and not dtype_given and args.dtype == "auto":
+        dtype, why = demo_dtype()
+        args.dtype = dtype or args.dtype
+        # vLLM sets its log up later than this.
+        print(f"nwor-server: the demo takes {why}; --dtype chooses another", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""Steps of a real engine with `lean_host`'s scheduler and with vLLM's own, in turns and in one engine.
+"""Steps of a real engine with `fast_host`'s scheduler and with vLLM's own, in turns and in one engine.
 
-Two starts of an engine differ by more than the two schedulers do, so both are had from one: what `lean_host`
+Two starts of an engine differ by more than the two schedulers do, so both are had from one: what `fast_host`
 put in place of the scheduler is switched off and on between runs of steps. Its other parts stay as they are.
 
     python benchmarks/engine/lean_steps.py --shape 1b --modes off,stage --contexts 512 --batches 1,16,64 \

@@ -1,4 +1,4 @@
-"""Microseconds of `schedule()` and `update_from_output()`: vLLM's own way against NWOR's `lean_host`.
+"""Microseconds of `schedule()` and `update_from_output()`: vLLM's own way against NWOR's `fast_host`.
 
 No engine and no GPU: results are made up, and cost nothing of what is timed. The two take turns. The clock is
 the thread's own, so that other programs of the machine disturb it little.

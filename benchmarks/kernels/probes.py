@@ -166,7 +166,7 @@ def main() -> None:
     set_probes.argtypes, set_probes.restype = [ctypes.c_void_p], None
     pool = CachePool(int(args.pool_gib * (1 << 30)), args.fp8)
     for heads in args.heads:
-        size = ops.verify_attention_workspace_size("cuda", 128, *heads, 9)
+        size = ops.verify_attention_workspace_size("cuda", *heads, 9)
         workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
         for name in args.cells:
             batch, context, drafts = map(int, name.split("x"))

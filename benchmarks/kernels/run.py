@@ -185,7 +185,7 @@ def main() -> None:
     rows = []
     copies: dict[int, float] = {}
     for heads in args.heads:
-        size = ops.verify_attention_workspace_size("cuda", 128, *heads, 9)
+        size = ops.verify_attention_workspace_size("cuda", *heads, 9)
         workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
         for cell in grid(heads, args.fp8, args.spread):
             if args.cells and f"{cell.batch}x{cell.context}x{cell.drafts}" not in args.cells:

@@ -1,4 +1,4 @@
-"""Measures on one GPU what `lean_sampling` exchanges, beside what it takes the place of.
+"""Measures on one GPU what `fast_sampling` exchanges, beside what it takes the place of.
 
     python benchmarks/kernels/sampling.py [--out sampling.json]
 

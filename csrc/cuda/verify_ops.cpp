@@ -241,9 +241,8 @@ extern "C" __attribute__((visibility("default"))) int64_t nwor_cuda_verify_plan_
 
 // The size depends on the device's multiprocessors and the shape, not on the batch: each thread block has a fixed
 // part of the workspace, however many requests its share touches.
-extern "C" __attribute__((visibility("default"))) int64_t nwor_cuda_verify_workspace_size(
-    int64_t num_sms, int64_t /*max_batch*/, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
-    int64_t max_query_len) {
+extern "C" __attribute__((visibility("default"))) int64_t nwor_cuda_verify_workspace_bytes(
+    int64_t num_sms, int64_t num_heads, int64_t num_kv_heads, int64_t head_size, int64_t max_query_len) {
   return static_cast<int64_t>(nwor::verify_workspace_bytes(static_cast<int>(num_sms), static_cast<int>(num_heads),
                                                            static_cast<int>(num_kv_heads), static_cast<int>(head_size),
                                                            static_cast<int>(max_query_len)));

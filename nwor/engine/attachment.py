@@ -127,7 +127,6 @@ class Attachment:
     def _workspace(
         self, target_layers: Mapping[str, Any], staged: Sequence[tuple[int, StagedLayer]]
     ) -> torch.Tensor:
-        requests = self._vllm_config.scheduler_config.max_num_seqs
         size = 0
         for _, layer in staged:
             _, _, kv_heads, head_size = layer.key_cache.shape
@@ -135,7 +134,7 @@ class Attachment:
             size = max(
                 size,
                 ops.verify_attention_workspace_size(
-                    self._device, requests, heads, kv_heads, head_size, self._longest_window
+                    self._device, heads, kv_heads, head_size, self._longest_window
                 ),
             )
         return torch.zeros(size, dtype=torch.uint8, device=self._device)

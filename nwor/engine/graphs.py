@@ -53,6 +53,8 @@ class _CaptureBothModes(CudaGraphManager):
     def capture(self, create_forward_fn: ForwardFactory, progress_bar_desc: str = "") -> None:
         """Capture mixed steps', then vLLM's own graphs, then those of ``stage`` where it is enabled."""
         self.mixed.clear()
+        self.nwor.state.capture_seconds = 0.0
+        self.nwor.state.capture_bytes = 0
         if self.stage.wanted and self.mixed_descs:
             # First, for vLLM sizes what all graphs put their results into by the first that it captures.
             self._capture_mixed(create_forward_fn, progress_bar_desc)
@@ -88,12 +90,14 @@ class _CaptureBothModes(CudaGraphManager):
             logger.exception("mixed steps run piece by piece: their graphs could not be captured")
             return
         state.mixed_graphs_why_not = None
+        state.capture_seconds = time.perf_counter() - started
+        state.capture_bytes = free - torch.cuda.mem_get_info(device)[0]
         logger.info(
             "%d graphs of mixed steps, up to %d rows, took %.1f s and %.2f GiB",
             len(self.mixed.graphs),
             state.mixed_graph_rows,
-            time.perf_counter() - started,
-            (free - torch.cuda.mem_get_info(device)[0]) / (1 << 30),
+            state.capture_seconds,
+            state.capture_bytes / (1 << 30),
         )
 
     @contextmanager

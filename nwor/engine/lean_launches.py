@@ -224,7 +224,8 @@ def apply() -> int:
     """Shorten the launches of this process, once the model runner's modules are loaded.
 
     Returns:
-        How many kernels it concerns; 0, with a line in the log, where this Triton is not known.
+        How many kernels it concerns, those of an earlier call included; 0, with a line in the log, where this
+        Triton is not known.
 
     """
     try:
@@ -239,10 +240,11 @@ def apply() -> int:
         return 0
     count = 0
     for kernel in _kernels():
-        if isinstance(kernel.run, LeanLaunch):
-            continue
         if kernel.debug:
             continue
-        kernel.run = LeanLaunch(kernel, knobs, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream)
         count += 1
+        if not isinstance(kernel.run, LeanLaunch):
+            kernel.run = LeanLaunch(
+                kernel, knobs, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+            )
     return count

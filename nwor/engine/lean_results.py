@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from types import FunctionType
+from collections.abc import Callable, Mapping
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 from vllm.distributed.kv_events import KVEventBatch
@@ -36,6 +36,8 @@ class LeanResults(Scheduler):
     #: Whether the short ways for a request are taken, and those for whole steps.
     _lean = _lean_steps = False
     _lean_hasher: Callable[[Request], Any] | None = None
+    #: For the workers' reports: the fast paths of the scheduler, and why each is not in place.
+    fast_paths: Mapping[str, str | None] = MappingProxyType({})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -242,7 +241,7 @@ def why_not_verify(sampler: Any) -> str | None:
     return changed(VERIFYING)
 
 
-def apply(speculator: Any, sampler: Any, max_num_reqs: int, device: torch.device) -> Sequence[str]:
+def apply(speculator: Any, sampler: Any, max_num_reqs: int, device: torch.device) -> dict[str, str | None]:
     """Put both ways in place where they fit, before graphs are captured; once for each object.
 
     Args:
@@ -252,23 +251,25 @@ def apply(speculator: Any, sampler: Any, max_num_reqs: int, device: torch.device
         device: where the logits are.
 
     Returns:
-        What is in place: "drafting", "verifying", both or none. Where vLLM's own way stays although there is
-        something to shorten, the log says why.
+        For "drafting" and "verifying" why vLLM's own way stays; None where the short one is in place. Where
+        there is something to shorten, the log says it too.
 
     """
-    done: list[str] = []
+    found: dict[str, str | None] = {
+        "drafting": "no draft model chooses tokens",
+        "verifying": "there is no rejection sampler",
+    }
     try:
         ops.LIBRARIES.require(device)
     except ops.LibraryError as error:
-        _tell("sampling", str(error), done)
-        return done
+        return dict.fromkeys(found, _told("sampling", str(error)))
     if isinstance(speculator, DraftModelSpeculator):
         reason = None
         if not isinstance(vars(speculator).get("sample_draft"), LeanDraft):
             reason = why_not_draft(speculator)
             if reason is None:
                 speculator.sample_draft = LeanDraft(speculator)  # type: ignore[method-assign]
-        _tell("drafting", reason, done)
+        found["drafting"] = _told("drafting", reason)
     if sampler is not None:
         reason = None
         if not isinstance(vars(sampler).get("_verify"), LeanVerify):
@@ -278,12 +279,12 @@ def apply(speculator: Any, sampler: Any, max_num_reqs: int, device: torch.device
                 sampler._verify = LeanVerify(sampler, rows, device)
                 if HAS_TRITON:
                     sampler._verify.warm_up()
-        _tell("verifying", reason, done)
-    return done
+        found["verifying"] = _told("verifying", reason)
+    return found
 
 
-def _tell(what: str, reason: str | None, done: list[str]) -> None:
-    if reason is None:
-        done.append(what)
-    else:
+def _told(what: str, reason: str | None) -> str | None:
+    """Return the reason, said in the log where there is one."""
+    if reason is not None:
         logger.warning("NWOR leaves %s as vLLM does it: %s", what, reason)
+    return reason

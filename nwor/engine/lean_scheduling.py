@@ -78,15 +78,17 @@ class LeanScheduling(LeanResults):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = NworConfig.from_additional_config(self.vllm_config.additional_config)
-        if config is None or not config.lean_host:
+        if config is None or not config.fast_host:
             return
         reason = why_not(self)
+        self.fast_paths = found = {"scheduler": reason, "scheduler_steps": reason}
         if reason is None:
             self._lean = True
             lean_blocks.make_lean(self.kv_cache_manager)
             reason = _why_no_steps(self)
             self._lean_steps = reason is None
             if reason is not None:
+                found["scheduler_steps"] = f"there is {reason}"
                 logger.info(
                     "NWOR shortens parts of the scheduler's steps, not whole ones: there is %s", reason
                 )

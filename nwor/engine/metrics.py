@@ -15,6 +15,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from nwor.accounting import WindowCounts
 from nwor.config import NworConfig
 from nwor.engine.figures import MISMATCHES, EngineFigures
+from nwor.engine.peers import Peers
 from nwor.engine.support import REASONS
 from nwor.modes import Mode
 from nwor.tally import Tally
@@ -25,9 +26,17 @@ _ENDS = ("finished", "aborted", "late")
 
 
 class NworStatLogger(AggregateStatLoggerBase):
-    """Called by vLLM with each step's statistics; idle where the engine did not ask for NWOR."""
+    """Called by vLLM with each step's statistics; idle where the engine did not ask for NWOR.
 
-    def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+    Args:
+        vllm_config: the engine's configuration.
+        engine_indexes: the engines' numbers.
+        peers: the other processes that show the same metrics; None where there are none.
+
+    """
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int], peers: Peers | None = None) -> None:
+        self.peers = peers or Peers()
         config = NworConfig.from_additional_config(vllm_config.additional_config)
         self.enabled = config is not None
         self._switches = dict.fromkeys(engine_indexes, 0)
@@ -40,7 +49,8 @@ class NworStatLogger(AggregateStatLoggerBase):
         _unregister()
         self._create(speculative.num_speculative_tokens if speculative is not None else 1)
         for engine in engine_indexes:
-            self.set_mode(config.mode.value, engine)
+            # Another process may have served for a while already.
+            self._show_mode(config.mode.value, engine, 0)
             self._show_zeros((self._model, str(engine)))
 
     def _create(self, drafts: int) -> None:
@@ -63,7 +73,8 @@ class NworStatLogger(AggregateStatLoggerBase):
             _LABELS,
             buckets=[float(count) for count in range(drafts + 1)],
         )
-        # One front end hears of a step: the latest value counts, whoever has it.
+        # One front end hears of a step: the latest value counts, whoever has it. Which mode is the latest,
+        # the processes settle among themselves.
         self._mode = Gauge(
             "nwor_mode", "1 for the mode in force.", (*_LABELS, "mode"), multiprocess_mode="mostrecent"
         )
@@ -110,9 +121,8 @@ class NworStatLogger(AggregateStatLoggerBase):
         # A step that began before a switch may report after it.
         if new.mode and new.switches >= self._switches.get(engine_idx, 0):
             self._switches[engine_idx] = new.switches
-            # Only what is new here: another API server process may know of a later switch.
             if new.mode != self._modes.get(engine_idx):
-                self.set_mode(new.mode, engine_idx)
+                self._show_mode(new.mode, engine_idx, new.switches)
 
     def _child(self, metric: Any, *labels: str) -> Any:
         """Return ``metric.labels(...)``, looked up once: this runs in every step."""
@@ -149,15 +159,24 @@ class NworStatLogger(AggregateStatLoggerBase):
         for engine, change in zip(self._switches, changes, strict=False):
             self._switches[engine] = max(self._switches[engine], change["switches"])
             if self.enabled:
-                self.set_mode(change["new"], engine)
+                self._show_mode(change["new"], engine, change["switches"])
                 if change["new"] != change["old"]:
                     self._switch.labels(self._model, str(engine), change["new"]).inc()
 
-    def set_mode(self, mode: str, engine: int) -> None:
-        """Show the mode in force of an engine."""
+    def _show_mode(self, mode: str, engine: int, switches: int) -> None:
+        """Show the mode in force of an engine, unless another process knows of a later switch.
+
+        Args:
+            mode: the mode.
+            engine: the engine's number.
+            switches: its mode changes so far, the one to this mode included.
+
+        """
         self._modes[engine] = mode
-        for known in Mode:
-            self._child(self._mode, self._model, str(engine), known.value).set(known.value == mode)
+        with self.peers.in_order(engine, switches) as latest:
+            if latest:
+                for known in Mode:
+                    self._child(self._mode, self._model, str(engine), known.value).set(known.value == mode)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say: vLLM calls this once an engine is ready."""
@@ -179,7 +198,7 @@ def attach_metrics(engine: Any) -> NworStatLogger | None:
     for logger in manager.stat_loggers:
         if isinstance(logger, NworStatLogger):
             return logger
-    logger = NworStatLogger(engine.vllm_config, list(manager.engine_indexes))
+    logger = NworStatLogger(engine.vllm_config, list(manager.engine_indexes), Peers.of(engine))
     manager.stat_loggers.append(logger)
     return logger
 

@@ -88,6 +88,8 @@ def why_not(vllm_config: Any, layers: Mapping[str, Any], takes_embeddings: bool)
         return "full CUDA graphs are off"
     if parallel.data_parallel_size > 1:
         return "data-parallel ranks agree on vLLM's own graphs"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline stages hold windows back, and would copy them twice"
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         return "kv_sharing_fast_prefill is on"
     if takes_embeddings:

@@ -12,6 +12,9 @@ from typing import Any
 
 from nwor.config import NworConfig
 
+_COMPLETION = "vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion"
+_CHAT = "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat"
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -87,7 +90,7 @@ OBJECT_LEDGER = (
     ),
     Patch(
         target="vllm.v1.core.kv_cache_manager.KVCacheManager",
-        why="the scheduler makes its cache manager itself, and `lean_host` shortens two of its methods",
+        why="the scheduler makes its cache manager itself, and `fast_host` shortens two of its methods",
         how="the manager becomes a subclass, where it and all that it holds are the known classes",
         removal="when allocating a block that is there costs no more than that",
         where="nwor.engine.lean_blocks",
@@ -100,11 +103,18 @@ OBJECT_LEDGER = (
         removal="when vLLM lets a scheduler send a plugin's own data to workers",
         where="nwor.engine.record",
     ),
+    Patch(
+        target="vllm.v1.outputs.AsyncModelRunnerOutput.get_output",
+        why="a step's windows can be counted only once its sampled tokens are on the host",
+        how="the object's own method counts them after vLLM's, and then goes",
+        removal="when the runner has a hook for outputs that have arrived",
+        where="nwor.engine.runner",
+    ),
 )
 
-#: What `lean_host` and `lean_sampling` exchange in the worker process of an engine that asked for NWOR; see
+#: What `fast_host` and `fast_sampling` exchange in the worker process of an engine that asked for NWOR; see
 #: the modules named.
-LEAN_LEDGER = (
+FAST_PATH_LEDGER = (
     Patch(
         target="vllm.v1.worker.gpu.model_runner.async_tensor_h2d",
         why="two inputs that seldom change are sent to the GPU in each step",
@@ -135,6 +145,79 @@ LEAN_LEDGER = (
         "nwor.argmax_rows and one small kernel; only where what it stands for has the known sources",
         removal="when vLLM has a way of its own for greedy batches",
         where="nwor.engine.lean_sampling",
+    ),
+)
+
+#: Faults of stock vLLM that are mended in the worker's process on a CPU: with NWOR, and under `nwor-server`
+#: without it as well.
+MENDS_LEDGER = (
+    Patch(
+        target="vllm.v1.worker.cpu_model_runner.CPUModelRunner._sample",
+        why="for a seeded request whose prompt takes several steps vLLM turns the generator back by an "
+        "offset, which CPU generators do not have: the engine dies",
+        how="puts the generators' states back after sampling",
+        removal="when vLLM asks for a generator's kind before it does so (a unit test fails on that day)",
+        where="nwor.engine.cpu_generators",
+    ),
+    Patch(
+        target="vllm.v1.worker.cpu_model_runner.CPUModelRunner._bookkeeping_sync",
+        why="the entry before",
+        how="hides those generators while vLLM would turn them back",
+        removal="with the entry before",
+        where="nwor.engine.cpu_generators",
+    ),
+    Patch(
+        target="vllm.utils.cpu_triton_utils._expand_kernel_impl",
+        why="vLLM's CPU implementation fills a copy: chance is temperature, top_p and top_k of verify steps",
+        how="one that fills outputs of any type; under nwor-server alone",
+        removal="when vLLM's implementation fills outputs of any type (a unit test fails on that day)",
+        where="server.cpu_sampling",
+    ),
+)
+
+#: What `nwor-server` exchanges in its own process, with and without NWOR.
+SERVER_LEDGER = (
+    Patch(
+        target="vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware",
+        why="vLLM answers a wrong API key with a body of its own",
+        how="the application's middleware is named as a subclass that answers with OpenAI's body",
+        removal="when vLLM's refusal has OpenAI's body",
+        where="server.http_errors",
+    ),
+    Patch(
+        target=f"{_COMPLETION}.completion_stream_generator",
+        why="a stream without a usage chunk has no acceptance figures, and no answer has NWOR's",
+        how="on the serving object alone, adds them to the stream's last chunk",
+        removal="when vLLM lets a plugin add to an answer's metrics",
+        where="server.acceptance",
+    ),
+    Patch(
+        target=f"{_CHAT}.chat_completion_stream_generator",
+        why="as before, for chat",
+        how="the same function as before",
+        removal="with the entry before",
+        where="server.acceptance",
+    ),
+    Patch(
+        target=f"{_COMPLETION}.request_output_to_completion_response",
+        why="no whole answer has NWOR's figures",
+        how="on the serving object alone, adds them to the answer",
+        removal="with the entries before",
+        where="server.acceptance",
+    ),
+    Patch(
+        target=f"{_CHAT}.chat_completion_full_generator",
+        why="as before, for chat",
+        how="likewise",
+        removal="with the entries before",
+        where="server.acceptance",
+    ),
+    Patch(
+        target="vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.responses_full_generator",
+        why="answers of the responses API have neither figures",
+        how="on the serving object alone, adds both",
+        removal="when vLLM adds acceptance there, and with the entries before",
+        where="server.acceptance",
     ),
 )
 
@@ -195,11 +278,13 @@ def apply_decoder_patch() -> None:
 
 
 def apply_cpu_runner_patch() -> None:
-    """Apply the second entry of the ledger, once a process."""
+    """Apply the second entry of the ledger, once a process, and mend the class that the new one builds on."""
     import vllm.v1.worker.cpu_worker as cpu_worker
 
+    from nwor.engine import cpu_generators
     from nwor.engine.runner_v1_cpu import NworCPUModelRunnerV1
 
+    cpu_generators.mend()
     cpu_worker.CPUModelRunner = NworCPUModelRunnerV1
 
 

@@ -29,9 +29,14 @@ def _vllm_version() -> str | None:
     return None
 
 
+def is_disabled() -> bool:
+    """Whether the environment keeps NWOR from doing anything in this process."""
+    return os.environ.get(DISABLE_VARIABLE, "") not in ("", "0")
+
+
 def why_not() -> str | None:
     """Return in one line why NWOR cannot be offered in this process; None where it can."""
-    if os.environ.get(DISABLE_VARIABLE, "") not in ("", "0"):
+    if is_disabled():
         return f"{DISABLE_VARIABLE} is set"
     version = _vllm_version()
     if version is None:

@@ -5,12 +5,15 @@ Both are attributes of dataclasses of vLLM, and survive pickling.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from nwor.tally import StepRecord
 
 #: Name of the attribute on vLLM's ``SchedulerOutput``.
 IN_FLIGHT = "nwor_in_flight"
+#: Name of another: which fast paths the scheduler has, on its first step alone.
+FAST_PATHS = "nwor_fast_paths"
 
 
 def attach(output: Any, record: StepRecord | None) -> Any:
@@ -47,4 +50,21 @@ def in_flight_of(scheduler_output: Any) -> int:
     pipeline stages have to wait for each other; the cache is right either way.
     """
     found: int = getattr(scheduler_output, IN_FLIGHT, 0)
+    return found
+
+
+def announce_fast_paths(scheduler_output: Any, found: Mapping[str, str | None]) -> None:
+    """Let the workers know which fast paths the scheduler has, for their reports.
+
+    Args:
+        scheduler_output: the scheduler's first step.
+        found: by path, why it is not in place; None where it is.
+
+    """
+    setattr(scheduler_output, FAST_PATHS, dict(found))
+
+
+def fast_paths_of(scheduler_output: Any) -> Mapping[str, str | None] | None:
+    """Return what :func:`announce_fast_paths` noted; None on all steps but the first."""
+    found: Mapping[str, str | None] | None = getattr(scheduler_output, FAST_PATHS, None)
     return found

@@ -12,7 +12,7 @@ from nwor.engine.attachment import CacheViews
 from nwor.engine.layers import slot_keys, target_layers
 from nwor.engine.plan import StepPlan
 from nwor.engine.rank import Rank
-from nwor.engine.record import attach
+from nwor.engine.record import attach, fast_paths_of
 from nwor.engine.stages import Stages
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class NworRunner(Base):
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; a window batch left open by an exception is dropped without a write."""
+        found = fast_paths_of(args[0] if args else kwargs.get("scheduler_output"))
+        if found is not None:
+            self.nwor.state.fast_paths.note(found)
         try:
             return super().execute_model(*args, **kwargs)
         except BaseException:

@@ -9,7 +9,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from nwor.config import MAX_WINDOW
-from nwor.engine import lean_inputs, lean_launches, lean_sampling, mixed_graphs
+from nwor.engine import fast_paths, mixed_graphs
 from nwor.engine.attention_flash import NworFlashAttentionBackend, layer_cache_views
 from nwor.engine.draft_graphs import NworDraftGraphManager
 from nwor.engine.graphs import NworCudaGraphManager, stageable
@@ -44,12 +44,11 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             self.cudagraph_manager = NworCudaGraphManager.adopt(self.cudagraph_manager, self.nwor, descs)
             if descs and self.lora_config is None and self.nwor.mixed is not None:
                 NworDraftGraphManager.adopt(self.speculator, self.nwor.mixed, draft_layers(self))
-            config = state.config
-            if config.lean_sampling:
-                lean_sampling.apply(self.speculator, self.rejection_sampler, self.max_num_reqs, self.device)
-            if config.lean_host:
-                lean_inputs.apply()
-                lean_launches.apply()
+            state.fast_paths.note(
+                fast_paths.apply(
+                    state.config, self.speculator, self.rejection_sampler, self.max_num_reqs, self.device
+                )
+            )
 
     def _nwor_mixed_descs(self) -> list[Any]:
         """Return vLLM's names of the graphs of mixed steps to capture, the largest first."""

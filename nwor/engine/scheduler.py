@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from nwor.engine.figures import EngineFigures, EngineStats, RequestFigures
 from nwor.engine.freed import FreedRequests, freed_by
 from nwor.engine.lean_scheduling import LeanScheduling
-from nwor.engine.record import announce, record_of
+from nwor.engine.record import announce, announce_fast_paths, record_of
 from nwor.engine.window_table import WindowTable
 from nwor.tally import RankFacts, StepRecord, WindowKind, add_bytes
 
@@ -61,6 +61,7 @@ class NworScheduling(Scheduler):
         self._nwor_partial: set[str] = set()
         self._nwor_ending: Request | None = None
         self._nwor_logged: set[str] = set()
+        self._nwor_introduced = False
         # With pipeline stages. Steps are numbered from 1, in the order in which they are made and their
         # results come.
         self._nwor_stages = self.vllm_config.parallel_config.pipeline_parallel_size > 1
@@ -72,6 +73,9 @@ class NworScheduling(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Make the next step; with pipeline stages, let the workers know which ones are under way."""
         output = super().schedule(*args, **kwargs)
+        if not self._nwor_introduced:
+            self._nwor_introduced = True
+            announce_fast_paths(output, getattr(self, "fast_paths", {}))
         if self._nwor_stages:
             in_flight = self._nwor_made - self._nwor_heard_of
             self._nwor_made += 1

@@ -91,8 +91,8 @@ class StageSet(Generic[Name]):
         yield
         self._sources = {name: self._window.captured(sources) for name, sources in self._noted.items()}
         self._noted, self._latest = {}, None
-        state.capture_seconds = time.perf_counter() - started
-        state.capture_bytes = free - torch.cuda.mem_get_info(device)[0]
+        state.capture_seconds += time.perf_counter() - started
+        state.capture_bytes += free - torch.cuda.mem_get_info(device)[0]
 
     @contextmanager
     def forward(self, num_requests: int, num_tokens: int) -> Iterator[None]:

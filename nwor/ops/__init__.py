@@ -10,7 +10,7 @@ from nwor.ops.registry import LIBRARIES  # loads the libraries; the modules belo
 from nwor.ops.attention import MAX_WINDOW, verify_attention, verify_attention_workspace_size  # isort: skip
 from nwor.ops.argmax import argmax_rows, make_argmax_workspace
 from nwor.ops.commit_call import PreparedCommit
-from nwor.ops.layer_table import make_cache_table, make_layer_table
+from nwor.ops.layer_table import LayerTables, make_cache_table, make_layer_table
 from nwor.ops.plan import make_verify_plan, plan_verify_attention
 from nwor.ops.slots import commit_window, log_slots, make_slot_log, restore_slots
 from nwor.ops.staging import stage_window
@@ -18,6 +18,7 @@ from nwor.ops.staging import stage_window
 __all__ = [
     "LIBRARIES",
     "MAX_WINDOW",
+    "LayerTables",
     "LibraryError",
     "PreparedCommit",
     "argmax_rows",

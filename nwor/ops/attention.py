@@ -20,7 +20,6 @@ _op = torch.ops.nwor.verify_attention.default
 
 def verify_attention_workspace_size(
     device: torch.device | str,
-    max_batch: int,
     num_heads: int,
     num_kv_heads: int,
     head_size: int,
@@ -29,12 +28,11 @@ def verify_attention_workspace_size(
     """Return the bytes of workspace that any call of :func:`verify_attention` within these limits needs.
 
     Constant for an engine's life: it depends on the device (its multiprocessors; on CPU torch's threads at
-    the time of this call), never on a step's lengths. Create it zero-filled once; layers and steps may share
-    it as long as they run one after another.
+    the time of this call), never on a step's lengths or requests. Create it zero-filled once; layers and
+    steps may share it as long as they run one after another.
 
     Args:
         device: where the attention runs.
-        max_batch: most requests in a call.
         num_heads: query heads.
         num_kv_heads: KV heads.
         head_size: elements of a head.
@@ -46,7 +44,7 @@ def verify_attention_workspace_size(
 
     """
     device = torch.device(device)
-    for name, value in (("max_batch", max_batch), ("num_heads", num_heads), ("head_size", head_size)):
+    for name, value in (("num_heads", num_heads), ("head_size", head_size)):
         checks.integer(name, value, 1)
     checks.integer("num_kv_heads", num_kv_heads, 1, num_heads)
     checks.integer("max_query_len", max_query_len, 1, MAX_WINDOW)
@@ -54,7 +52,7 @@ def verify_attention_workspace_size(
     if device.type == "cpu":
         return LIBRARIES.cpu_workspace_size(torch.get_num_threads(), head_size)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return LIBRARIES.cuda_workspace_size(sms, max_batch, num_heads, num_kv_heads, head_size, max_query_len)
+    return LIBRARIES.cuda_workspace_size(sms, num_heads, num_kv_heads, head_size, max_query_len)
 
 
 def verify_attention(
@@ -322,7 +320,7 @@ def _check(
     if plan is not None:
         checks.vector("plan", plan, torch.uint8, device, at_least=LIBRARIES.plan_size(device))
 
-    needed = verify_attention_workspace_size(device, max(batch, 1), heads, kv_heads, head_size, max_query_len)
+    needed = verify_attention_workspace_size(device, heads, kv_heads, head_size, max_query_len)
     # Fewer torch threads than at creation need less; the op uses as many as fit.
     least = LIBRARIES.cpu_workspace_size(1, head_size) if device.type == "cpu" else needed
     checks.vector("workspace", workspace, torch.uint8, device, at_least=least)

@@ -63,6 +63,60 @@ def make_layer_table(
     return _upload(rows, device)
 
 
+class LayerTables:
+    """Layer tables of the same caches, made step after step: what is known of the caches is found out once.
+
+    Args:
+        key_caches: per layer [num_blocks, block_size, Hk, D], any strides.
+        value_caches: likewise.
+
+    Raises:
+        TypeError, ValueError: as :func:`make_layer_table`.
+
+    """
+
+    def __init__(self, key_caches: Sequence[torch.Tensor], value_caches: Sequence[torch.Tensor]) -> None:
+        layers = len(checks.tensors("key_caches", key_caches))
+        checks.tensors("value_caches", value_caches, size=layers)
+        self._caches = tuple(key_caches), tuple(value_caches)
+        self._columns = [_cache_columns(i, key_caches, value_caches) for i in range(layers)]
+        self._heads = tuple(key_caches[0].shape[2:])
+        self._device = key_caches[0].device
+
+    def of(self, sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Return the layer table for these sources, as :func:`make_layer_table` does.
+
+        Args:
+            sources: per layer key and value, [T, Hk, D], last dimension contiguous.
+
+        """
+        rows: list[int] = []
+        fits = len(sources) == len(self._columns)
+        dtype, tokens = sources[0][0].dtype, sources[0][0].shape[0]
+        shape = (tokens, *self._heads)
+        for (key, value), columns in zip(sources, self._columns, strict=False):
+            if key.dim() != 3 or value.dim() != 3:
+                fits = False
+                break
+            key_token, key_head, key_element = key.stride()
+            value_token, value_head, value_element = value.stride()
+            fits &= (
+                key.shape == shape
+                and value.shape == shape
+                and key.dtype is dtype
+                and value.dtype is dtype
+                and key_element == value_element == 1
+                and key.device == self._device
+                and value.device == self._device
+            )
+            rows += (key.data_ptr(), value.data_ptr(), key_token, key_head, value_token, value_head)
+            rows += columns
+        if not fits or dtype not in checks.SOURCE_DTYPES:
+            keys, values = [key for key, _ in sources], [value for _, value in sources]
+            return make_layer_table(keys, values, *self._caches)  # says what is wrong
+        return _upload(rows, self._device).view(-1, COLUMNS)
+
+
 def make_cache_table(
     key_caches: Sequence[torch.Tensor], value_caches: Sequence[torch.Tensor]
 ) -> torch.Tensor:
@@ -98,7 +152,7 @@ def _cache_columns(
     return [key.data_ptr(), value.data_ptr(), *key.stride(), *value.stride()]
 
 
-def _upload(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+def _upload(rows: list[list[int]] | list[int], device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.tensor(rows, dtype=torch.int64, device=device)
     if torch.cuda.is_current_stream_capturing():

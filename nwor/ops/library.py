@@ -126,8 +126,12 @@ class Libraries:
     def _load_cuda(self) -> None:
         self.cuda = load(CUDA_LIBRARY)
         self._cuda = ctypes.CDLL(str(self.cuda))
-        self._cuda.nwor_cuda_verify_workspace_size.argtypes = [ctypes.c_int64] * 6
-        self._cuda.nwor_cuda_verify_workspace_size.restype = ctypes.c_int64
+        try:
+            size = self._cuda.nwor_cuda_verify_workspace_bytes
+        except AttributeError as error:
+            raise LibraryError(f"{self.cuda} was built from other sources: {error}; {_REINSTALL}") from error
+        size.argtypes = [ctypes.c_int64] * 5
+        size.restype = ctypes.c_int64
         self._cuda.nwor_cuda_verify_plan_size.argtypes = [ctypes.c_int64]
         self._cuda.nwor_cuda_verify_plan_size.restype = ctypes.c_int64
 
@@ -158,8 +162,8 @@ class Libraries:
         return int(self._cpu.nwor_cpu_verify_workspace_size(workers, head_size))
 
     def cuda_workspace_size(self, *limits: int) -> int:
-        """Bytes of workspace for (multiprocessors, batch, heads, KV heads, head size, longest window)."""
-        return int(self._cuda.nwor_cuda_verify_workspace_size(*limits))
+        """Bytes of workspace for (multiprocessors, heads, KV heads, head size, longest window)."""
+        return int(self._cuda.nwor_cuda_verify_workspace_bytes(*limits))
 
     def plan_size(self, device: torch.device) -> int:
         """Bytes of a plan of verify_attention on a device; 0 on a CPU, which plans in each call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 from server import demo
@@ -55,7 +56,9 @@ def start(**settings: Any) -> Any:
 
 @contextmanager
 def one_at_a_time(**environment: str) -> Iterator[Callable[..., Any]]:
-    """Start engines by name: the one before ends when another is asked for, the last with the block.
+    """Start engines: the one before ends when one with other settings is asked for, the last with the block.
+
+    Settings of the same values are the same engine, whoever asks.
 
     Args:
         environment: variables beside :data:`ENVIRONMENT`; all are put back.
@@ -63,16 +66,17 @@ def one_at_a_time(**environment: str) -> Iterator[Callable[..., Any]]:
     """
     saved = dict(os.environ)
     os.environ.update(ENVIRONMENT | environment)
-    running: list[tuple[str, Any]] = []
+    running: list[tuple[dict[str, Any], Any]] = []
 
     def stop() -> None:
         while running:
             running.pop()[1].llm_engine.engine_core.shutdown()
 
-    def make(name: str, **settings: Any) -> Any:
-        if not running or running[0][0] != name:
+    def make(**settings: Any) -> Any:
+        if not running or running[0][0] != settings:
             stop()
-            running.append((name, start(**settings)))
+            # A copy: who asked may change what it asked with.
+            running.append((deepcopy(settings), start(**settings)))
         return running[0][1]
 
     try:

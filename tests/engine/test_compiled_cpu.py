@@ -27,7 +27,6 @@ def test_windows_survive_a_compiler_that_reuses_memory() -> None:
     seen: dict[str, Any] = {}
     with engines.one_at_a_time() as make:
         llm = make(
-            "compiled",
             enforce_eager=False,
             max_num_seqs=8,
             max_num_batched_tokens=128,

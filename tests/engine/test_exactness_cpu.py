@@ -35,7 +35,6 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     """One engine for each window length; its modes are switched while it runs."""
     with engines.one_at_a_time() as make:
         llm = make(
-            "watched",
             max_num_seqs=16,
             max_num_batched_tokens=128,
             num_gpu_blocks_override=96,

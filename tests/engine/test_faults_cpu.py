@@ -57,7 +57,6 @@ COMMITTED = ("after commit", "timing")
 def engine() -> Iterator[Any]:
     with engines.one_at_a_time() as make:
         yield make(
-            "broken",
             max_num_seqs=16,
             max_num_batched_tokens=128,
             num_gpu_blocks_override=96,

@@ -45,7 +45,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
 def make_engine() -> Iterator[Callable[..., Any]]:
     """Start engines, one at a time: the one before ends when the next is asked for."""
     with engines.one_at_a_time() as make:
-        yield lambda name, **settings: make(name, **{**SMALL, **settings})
+        yield lambda **settings: make(**{**SMALL, **settings})
 
 
 def in_each_mode(llm: Any, run: Callable[[], Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def tokens(outputs: list[Any]) -> list[tuple[int, ...]]:
 
 
 def test_logprobs(make_engine: Callable[..., Any]) -> None:
-    llm = make_engine("eagle")
+    llm = make_engine()
     results = in_each_mode(llm, lambda: generate(llm, logprobs=3))
     expected = results["off"]
     for mode in ("stage", "cow"):
@@ -96,7 +96,7 @@ def test_logprobs(make_engine: Callable[..., Any]) -> None:
 def test_structured_outputs(make_engine: Callable[..., Any]) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
-    llm = make_engine("eagle")
+    llm = make_engine()
     form = r"(yes|no): [0-9]{3}-[a-f]{8}"
     wanted = StructuredOutputsParams(regex=form)
     results = in_each_mode(
@@ -108,7 +108,7 @@ def test_structured_outputs(make_engine: Callable[..., Any]) -> None:
 
 
 def test_penalties_bad_words_and_stop_tokens(make_engine: Callable[..., Any]) -> None:
-    llm = make_engine("eagle")
+    llm = make_engine()
     common = generate(llm)[0].outputs[0].token_ids[NEW_TOKENS // 3]
     params = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "stop_token_ids": [common]}
     results = in_each_mode(llm, lambda: generate(llm, bad_words=[" self"], min_tokens=2, **params))
@@ -120,7 +120,7 @@ def test_aborts_in_the_middle(make_engine: Callable[..., Any]) -> None:
     """Others go on as if nothing had been, and the freed blocks serve the next requests."""
     from vllm import SamplingParams
 
-    llm = make_engine("eagle")
+    llm = make_engine()
     core = llm.llm_engine
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
@@ -146,7 +146,7 @@ def test_aborts_in_the_middle(make_engine: Callable[..., Any]) -> None:
 
 def test_preemption(make_engine: Callable[..., Any]) -> None:
     # Every request needs a second block of 128 tokens soon, and there are not two for each.
-    llm = make_engine("small", num_gpu_blocks_override=len(PROMPTS) + 2, max_num_batched_tokens=512)
+    llm = make_engine(num_gpu_blocks_override=len(PROMPTS) + 2, max_num_batched_tokens=512)
     encode = llm.get_tokenizer().encode
     prompts = [{"prompt_token_ids": encode(prompt * 8)[:120]} for prompt in PROMPTS]
 
@@ -168,7 +168,7 @@ def compare_by_ngrams(adapter: str | None) -> None:
     lora_settings = {"enable_lora": True, "max_lora_rank": 8} if adapter else {}
     settings = {**SMALL, "speculative_config": NGRAM, "block_size": BLOCK_SIZE, **lora_settings}
     with engines.one_at_a_time() as make:
-        llm = make("ngrams", **settings)
+        llm = make(**settings)
         lora = LoRARequest("random", 1, adapter) if adapter else None
         compare_tokens(llm, lora)
         if adapter:
@@ -254,7 +254,8 @@ def test_drafts_by_an_eagle_1_head(make_engine: Callable[..., Any], tmp_path: Pa
     """The bundled head is of EAGLE-3's kind."""
     head = eagle_heads.write(tmp_path / "head")
     speculation = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
-    llm = make_engine("eagle", speculative_config=speculation)
+    llm = make_engine(speculative_config=speculation)
+    assert llm.llm_engine.vllm_config.speculative_config.method == "eagle"
     results = in_each_mode(llm, lambda: tokens(generate(llm)))
     assert results["stage"] == results["off"] == results["cow"]
     counts = llm.collective_rpc("nwor_report")[0]["counts"]
@@ -266,4 +267,4 @@ def test_drafts_by_an_eagle_1_head(make_engine: Callable[..., Any], tmp_path: Pa
 def test_drafts_by_a_model(make_engine: Callable[..., Any]) -> None:
     """NWOR concerns the target's verification, whoever drafted."""
     speculation = {"method": "draft_model", "model": str(demo.model_path()), "num_speculative_tokens": 3}
-    compare_tokens(make_engine("draft_model", speculative_config=speculation))
+    compare_tokens(make_engine(speculative_config=speculation))

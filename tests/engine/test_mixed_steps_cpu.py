@@ -30,7 +30,6 @@ def engine() -> Iterator[Any]:
     """One engine; the modes and the limit are switched while it runs."""
     with engines.one_at_a_time() as make:
         yield make(
-            "mixed",
             max_num_seqs=8,
             max_num_batched_tokens=128,
             num_gpu_blocks_override=64,

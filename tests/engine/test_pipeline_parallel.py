@@ -42,12 +42,12 @@ def make_engine() -> Iterator[Callable[..., Any]]:
     few["worker_extension_cls"] = "tests.engine.stage_probe.StageProbe"
     threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     with engines.one_at_a_time(**threads) as make:
-        yield lambda name, **settings: make(name, **{**few, **settings})
+        yield lambda **settings: make(**{**few, **settings})
 
 
 @pytest.fixture
 def engine(make_engine: Callable[..., Any]) -> Any:
-    return make_engine("plain")
+    return make_engine()
 
 
 def _sampling(**params: Any) -> Any:
@@ -193,7 +193,7 @@ def test_mode_switches_while_requests_run(engine: Any) -> None:
 def test_preemption_with_windows_pending(make_engine: Callable[..., Any]) -> None:
     # Every request needs another block soon, and there are not enough for all.
     few = {"num_gpu_blocks_override": len(PROMPTS) * 2 + 3, "max_model_len": 256}
-    llm = make_engine("small", max_num_batched_tokens=512, **few)
+    llm = make_engine(max_num_batched_tokens=512, **few)
     encode = llm.get_tokenizer().encode
     prompts = [{"prompt_token_ids": encode(prompt * 8)[: 2 * BLOCK_SIZE - 8]} for prompt in PROMPTS]
 

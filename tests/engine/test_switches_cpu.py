@@ -37,7 +37,6 @@ assert len(set(pairwise([*WALK, WALK[0]]))) == 6
 def engine() -> Iterator[Any]:
     with engines.one_at_a_time() as make:
         yield make(
-            "switched",
             max_num_seqs=8,
             max_num_batched_tokens=ROWS,
             num_gpu_blocks_override=96,

@@ -37,7 +37,6 @@ def engine() -> Iterator[Any]:
     environment["TORCH_COMPILE_DISABLE"] = "1"
     with engines.one_at_a_time(**environment) as make:
         yield make(
-            "two ranks",
             tensor_parallel_size=RANKS,
             distributed_executor_backend="mp",
             max_num_seqs=16,

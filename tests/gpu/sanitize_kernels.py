@@ -54,7 +54,7 @@ def attend(
         [c + w for c, w in zip(contexts, windows, strict=True)], dtype=torch.int32, device=DEVICE
     )
     longest = max(windows)
-    space = ops.verify_attention_workspace_size(DEVICE, batch, *heads, longest)
+    space = ops.verify_attention_workspace_size(DEVICE, *heads, longest)
     scale = torch.ones(kv_heads, device=DEVICE) if cache != "auto" else None
     plan = ops.make_verify_plan(DEVICE)
     assert plan is not None

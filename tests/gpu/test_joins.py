@@ -87,7 +87,7 @@ def test_parts_are_joined_while_another_kernel_holds_multiprocessors(
     from nwor import ops
 
     batch = Batch(heads, window, contexts, quantized)
-    size = ops.verify_attention_workspace_size("cuda", len(contexts), *heads, window)
+    size = ops.verify_attention_workspace_size("cuda", *heads, window)
     workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
     want = batch.attend(workspace).clone()
     torch.testing.assert_close(want.double(), batch.exact(), atol=2e-2, rtol=2e-2)

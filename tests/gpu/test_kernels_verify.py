@@ -67,7 +67,7 @@ def test_every_kernel_keeps_to_the_workspace(
     from nwor import ops
 
     batch = Batch(heads, window, [3000, 700, 40, 9000], quantized)
-    size = ops.verify_attention_workspace_size("cuda", 4, *heads, window)
+    size = ops.verify_attention_workspace_size("cuda", *heads, window)
     memory = torch.zeros(size + (8 << 20), dtype=torch.uint8, device="cuda")
     memory[size:] = 0xAB
     own = batch.attend(workspace=memory[:size])
@@ -118,7 +118,7 @@ def test_a_graph_captured_at_full_length_serves_any_batch(
     from nwor import ops
 
     batch = Batch(heads, 5, [4000, 3000, 4000, 4000], quantized)
-    size = ops.verify_attention_workspace_size("cuda", 4, *heads, 5)
+    size = ops.verify_attention_workspace_size("cuda", *heads, 5)
     workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
     batch.attend(workspace)
     plan = ops.make_verify_plan("cuda") if planned else None

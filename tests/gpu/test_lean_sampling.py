@@ -115,7 +115,7 @@ def test_the_host_never_waits() -> None:
 def test_drafts_in_graphs(dtype: torch.dtype) -> None:
     """Graphs of several sizes share the speculator's workspace, with eager calls between their replays."""
     speculator = Speculator(DEVICE, max_num_reqs=64)
-    assert lean_sampling.apply(speculator, None, 64, DEVICE) == ["drafting"]
+    assert lean_sampling.apply(speculator, None, 64, DEVICE)["drafting"] is None
     hidden = torch.zeros(64, 32000 + PADDING, dtype=dtype, device=DEVICE)
     draft(speculator, hidden)
     graphs, drafts = {}, {}
@@ -135,7 +135,7 @@ def test_drafts_in_graphs(dtype: torch.dtype) -> None:
 
 
 def _tokens(lean: bool) -> list[tuple[int, ...]]:
-    settings = {"mode": "off", "modes": ["off"], "lean_sampling": lean}
+    settings = {"mode": "off", "modes": ["off"], "fast_sampling": lean}
     with demo_engine.start("graphs", settings, max_model_len=512, max_num_seqs=8) as llm:
         return _sample(llm, lean)
 

@@ -76,7 +76,7 @@ class Batch:
 
         heads = (self.query_heads, self.kv_heads, self.size)
         if workspace is None:
-            size = ops.verify_attention_workspace_size("cuda", len(self.contexts), *heads, self.window)
+            size = ops.verify_attention_workspace_size("cuda", *heads, self.window)
             workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
         ops.verify_attention(
             self.query,

@@ -38,9 +38,8 @@ from tests.ops.quantized_cases import QUANTIZED, QUANTIZED_CASES
 
 def make_workspace(inputs: AttentionInputs, max_query_len: int) -> torch.Tensor:
     query, key = inputs.arguments["query"], inputs.arguments["key"]
-    batch = inputs.arguments["query_start_loc"].shape[0] - 1
     size = ops.verify_attention_workspace_size(
-        query.device, batch, query.shape[1], key.shape[1], query.shape[2], max_query_len
+        query.device, query.shape[1], key.shape[1], query.shape[2], max_query_len
     )
     return torch.zeros(size, dtype=torch.uint8, device=query.device)
 

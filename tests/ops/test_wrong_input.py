@@ -170,15 +170,14 @@ def test_plan_verify_attention(name: str, change: Change, message: str, device: 
 @pytest.mark.parametrize(
     ("position", "value", "name"),
     [
-        (1, 0, "max_batch"),
-        (2, 0, "num_heads"),
-        (3, 9, "num_kv_heads"),
-        (4, 0, "head_size"),
-        (5, 65, "max_query_len"),
+        (1, 0, "num_heads"),
+        (2, 9, "num_kv_heads"),
+        (3, 0, "head_size"),
+        (4, 65, "max_query_len"),
     ],
 )
 def test_workspace_size(position: int, value: int, name: str, device: torch.device) -> None:
-    arguments: list[Any] = [device, 4, 8, 2, 64, 5]
+    arguments: list[Any] = [device, 8, 2, 64, 5]
     arguments[position] = value
     with pytest.raises(ValueError, match=f"^{name}: is {value}"):
         ops.verify_attention_workspace_size(*arguments)

@@ -168,6 +168,27 @@ def test_layer_table(name: str, change: Change, message: str, device: torch.devi
         ops.make_layer_table(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda some: some[:2], "has 2 tensors, wanted 3"),
+        (lambda some: [*some[:2], some[2][:, :1]], "shape is"),
+        (lambda some: [*some[:2], some[2][0]], "wanted 3 dimensions"),
+        (lambda some: [*some[:2], some[2].double()], "dtype is torch.float64"),
+        (lambda some: [*some[:2], strided(some[2])], "wanted 1 in the last dimension"),
+        (lambda some: [*some[:2], elsewhere(some[2])], "device is meta"),
+    ],
+)
+def test_tables_of_known_caches(change: Change, message: str, device: torch.device) -> None:
+    inputs = slot_inputs(SLOT, device)
+    tables = ops.LayerTables(inputs.key_caches, inputs.value_caches)
+    whole = ops.make_layer_table(inputs.keys, inputs.values, inputs.key_caches, inputs.value_caches)
+    assert torch.equal(tables.of(list(zip(inputs.keys, inputs.values, strict=True))), whole)
+    wrong = change(inputs.keys), [*inputs.values][: len(change(inputs.keys))]
+    with pytest.raises((TypeError, ValueError), match=rf"^keys[^:]*: .*{message}"):
+        tables.of(list(zip(*wrong, strict=True)))
+
+
 @pytest.mark.parametrize("op", ["commit", "log", "restore"])
 def test_caches_of_too_few_layers_where_the_op_alone_checks(op: str, device: torch.device) -> None:
     inputs = slot_inputs(replace(SLOT, layout="combined"), device)

@@ -47,6 +47,13 @@ def test_report_of_the_running_engine(server: ServerProcess) -> None:
     assert rank["unsupported"] is None
     assert rank["fault"] is None
     assert rank["token_bytes"] > 0
+    body = {"model": DEMO_MODEL, "prompt": "x", "max_tokens": 1}
+    with server.client() as http:
+        assert http.post("/v1/completions", json=body).status_code == 200
+    paths = admin(server, "GET").json()["ranks"][0]["fast_paths"]
+    assert paths["fast_host"]["active"] == ["scheduler", "scheduler_steps"]
+    assert paths["fast_sampling"]["active"] == []
+    assert all("CUDA" in why for why in paths["fast_sampling"]["inactive"].values())
 
 
 def test_switching_there_and_back(server: ServerProcess) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -51,8 +52,9 @@ def test_a_client_that_goes_away_frees_its_requests(server: ServerProcess, path:
     assert server.metric(finished).get((("finished_reason", "length"),), 0) == before
 
 
-def test_sigterm_drains_then_aborts(start_server: Callable[..., ServerProcess]) -> None:
-    server = start_server("--demo", "--drain-timeout", "4")
+@pytest.mark.parametrize("processes", [1, 2], ids=["one process", "two processes"])
+def test_sigterm_drains_then_aborts(start_server: Callable[..., ServerProcess], processes: int) -> None:
+    server = start_server("--demo", "--drain-timeout", "4", "--api-server-count", str(processes))
     results: dict[str, httpx.Response] = {}
 
     def send(name: str, **change: Any) -> None:
@@ -83,6 +85,9 @@ def test_sigterm_drains_then_aborts(start_server: Callable[..., ServerProcess]) 
     code = server.wait(60)
 
     assert code == 0, server.log[-3000:]
+    assert set(re.findall(r"\((ApiServer_\d) pid", server.log)) == (
+        {"ApiServer_0", "ApiServer_1"} if processes == 2 else set()
+    )
     assert time.monotonic() - told > 4
     assert results["short"].status_code == 200
     assert results["short"].json()["choices"][0]["finish_reason"] == "length"

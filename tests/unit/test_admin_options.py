@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,10 +48,23 @@ def test_an_engine_that_speculates_has_nwor_in_mode_stage() -> None:
 def test_flags_are_the_settings_and_keep_other_configuration() -> None:
     args = resolve(
         *("--nwor-mode", "off", "--nwor-modes", "off, stage", "--nwor-self-check-interval", "9"),
+        *("--nwor-mixed-graph-rows", "512"),
         additional={"other": 1},
     )
-    assert config(args) == NworConfig(Mode.OFF, (Mode.OFF, Mode.STAGE), 9)
+    assert config(args) == NworConfig(Mode.OFF, (Mode.OFF, Mode.STAGE), 9, 512)
     assert args.additional_config["other"] == 1
+
+
+@pytest.mark.parametrize("mode", [*Mode, None])
+def test_fast_paths_are_turned_off_in_every_mode(mode: Mode | None) -> None:
+    words = () if mode is None else ("--nwor-mode", mode.value)
+    both = config(resolve(*words))
+    host = config(resolve(*words, "--no-fast-host"))
+    sampling = config(resolve(*words, "--no-fast-sampling"))
+    assert both is not None
+    assert host == replace(both, fast_host=False)
+    assert sampling == replace(both, fast_sampling=False)
+    assert both == NworConfig(mode or Mode.STAGE)
 
 
 def test_additional_config_alone_is_taken_as_it_is() -> None:
@@ -66,10 +80,14 @@ def test_additional_config_alone_is_taken_as_it_is() -> None:
         (["--no-nwor"], {"additional": {"nwor": {}}}, "leaves NWOR out"),
         (["--no-nwor", "--nwor-mode", "off"], {}, "leaves NWOR out"),
         (["--nwor-mode", "off"], {"speculates": False}, "--draft"),
+        (["--no-fast-host"], {"speculates": False}, "--no-fast-host needs speculative"),
+        (["--no-nwor", "--no-fast-sampling"], {}, "--no-fast-sampling sets it"),
+        (["--no-fast-host"], {"additional": {"nwor": {}}}, "--no-fast-host and --additional-config"),
         (["--nwor-modes", "off,warp"], {}, "off, stage, cow"),
         (["--nwor-modes", " , "], {}, "at least one mode"),
         (["--nwor-mode", "cow", "--nwor-modes", "off"], {}, "not among the enabled"),
         (["--nwor-self-check-interval", "-1"], {}, "0 or more"),
+        (["--nwor-mixed-graph-rows", "-1"], {}, "0 or more"),
         ([], {"additional": {"nwor": {"speed": 1}}}, "unknown NWOR setting"),
         (["--admin-api-key", "  "], {}, "empty"),
         (["--admin-api-key", "same"], {"keys": ["other", "same"]}, "also a user's"),

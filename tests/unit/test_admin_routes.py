@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from pydantic import ValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from nwor.config import NworConfig
@@ -117,13 +118,30 @@ def test_wrong_keys_are_refused(method: str, path: str, sent: str | None) -> Non
         (b'{"mode": "off", "when": 1}', "unknown field 'when'"),
         (b'{"mode": "warp"}', "off, stage, cow"),
         (b'{"mode": 3}', "must be a string"),
-        (b'{"mode": null}', "must be a string"),
+        (b'{"mode": null}', "must be a string, not None"),
+        (b'{"mode": ["stage"]}', "must be a string, not ['stage']"),
+        (b'{"mod": "off"}', "unknown field 'mod'"),
+        (b'{"mode": ""}', "off, stage, cow"),
+        (b'{"mode": "' + b"x" * 5000 + b'"}', "at most 40 characters, not 5000"),
+        (b'{"mode": {"' + b"x" * 5000 + b'": 1}}', "must be a string, not {'xxx"),
+        (b'{"' + b"x" * 5000 + b'": 1}', "unknown field 'xxx"),
     ],
 )
 def test_bad_bodies_are_400_and_say_what_to_send(body: bytes, words: str) -> None:
     answer = call(Engine(SETTINGS), "PUT", content=body)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] in ("mode", None)
+    assert len(answer.text) < 400
+    if words != "no JSON object":
+        # The model says no by itself, wherever it is used.
+        with pytest.raises(ValidationError):
+            admin.ModeChange.model_validate_json(body)
+
+
+@pytest.mark.parametrize("text", ["off", "STAGE", " cow\n"])
+def test_a_mode_may_be_written_in_any_case(text: str) -> None:
+    assert admin.ModeChange.model_validate({"mode": text}).mode is Mode.parse(text)
 
 
 def test_a_mode_that_was_not_enabled_is_409() -> None:
@@ -231,5 +249,9 @@ def test_routes_and_their_key_are_in_openapi() -> None:
     assert set(paths["/admin/nwor"]) == {"get", "put"}
     assert set(paths["/admin/nwor/reset-stats"]) == {"post"}
     assert {"400", "401", "403", "409", "503"} <= set(paths["/admin/nwor"]["put"]["responses"])
+    body = paths["/admin/nwor"]["put"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["properties"]["mode"]["enum"] == ["off", "stage", "cow"]
+    assert body["additionalProperties"] is False
+    assert "$ref" not in str(body)
     assert paths["/admin/nwor"]["put"]["security"] == [{"AdminKey": []}]
     assert schema["components"]["securitySchemes"]["AdminKey"]["scheme"] == "bearer"

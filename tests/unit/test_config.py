@@ -27,8 +27,8 @@ def test_round_trip_through_plain_json(mode):
             "mode": mode.value,
             "self_check_interval": 7,
             "modes": ["off", mode.value],
-            "lean_host": False,
-            "lean_sampling": False,
+            "fast_host": False,
+            "fast_sampling": False,
         }
     )
     assert NworConfig.from_mapping(config.to_mapping()) == config
@@ -45,9 +45,9 @@ def test_round_trip_through_plain_json(mode):
         ({"self_check_interval": -1}, "0 or more"),
         ({"self_check_interval": True}, "whole number"),
         ({"self_check_interval": 1.5}, "whole number"),
-        ({"lean_host": 1}, "true or false"),
-        ({"lean_host": "false"}, "true or false"),
-        ({"lean_sampling": None}, "true or false"),
+        ({"fast_host": 1}, "true or false"),
+        ({"fast_host": "false"}, "true or false"),
+        ({"fast_sampling": None}, "true or false"),
     ],
 )
 def test_wrong_settings_name_what_is_wanted(settings, word):

@@ -60,7 +60,7 @@ def test_the_scheduler_of_an_engine_with_nwor_is_lean_unless_told_otherwise(tmp_
     assert isinstance(lean, AsyncScheduler) == ahead
     update = AsyncScheduler if ahead else LeanResults
     assert type(lean)._update_request_with_output is update._update_request_with_output
-    plain = make_scheduler(tmp_path, replace(setup, settings={"lean_host": False}), create)
+    plain = make_scheduler(tmp_path, replace(setup, settings={"fast_host": False}), create)
     assert not plain._lean
     assert not plain._lean_steps
     assert type(plain.kv_cache_manager) is KVCacheManager

@@ -19,11 +19,16 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from nwor.engine import lean_sampling
 from nwor.engine.lean_sampling import LeanDraft, LeanVerify
-from nwor.engine.patches import LEAN_LEDGER
+from nwor.engine.patches import FAST_PATH_LEDGER
 from tests.drafting import Speculator, draft
 from tests.greedy_batches import Case, make, make_sampler, verify
 
 CPU = torch.device("cpu")
+
+
+def in_place(speculator: Any, sampler: Any) -> list[str]:
+    """Return which of the two ways were put in place."""
+    return [what for what, why in lean_sampling.apply(speculator, sampler, 5, CPU).items() if why is None]
 
 
 def test_the_sources_are_those_of_this_vllm() -> None:
@@ -32,7 +37,7 @@ def test_the_sources_are_those_of_this_vllm() -> None:
 
 
 def test_the_ledger_names_what_is_exchanged() -> None:
-    targets = {entry.target for entry in LEAN_LEDGER if "lean_sampling" in entry.how}
+    targets = {entry.target for entry in FAST_PATH_LEDGER if "lean_sampling" in entry.how}
     methods = {
         f"{owner.__module__}.{owner.__qualname__}.{name}"
         for owner, name in ((DraftModelSpeculator, "sample_draft"), (RejectionSampler, "_verify"))
@@ -44,7 +49,7 @@ def test_both_are_put_in_place_once_and_on_the_objects_alone() -> None:
     batch = make(Case(), CPU)
     speculator, sampler = Speculator(), make_sampler(batch, 4)
     for _ in range(2):
-        assert lean_sampling.apply(speculator, sampler, 5, CPU) == ["drafting", "verifying"]
+        assert lean_sampling.apply(speculator, sampler, 5, CPU) == {"drafting": None, "verifying": None}
     for short in (speculator.sample_draft, sampler._verify):
         assert isinstance(short, LeanDraft | LeanVerify)
         assert not isinstance(short.stock, LeanDraft | LeanVerify)
@@ -55,8 +60,8 @@ def test_both_are_put_in_place_once_and_on_the_objects_alone() -> None:
 
 def test_nothing_to_put_in_place(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, lean_sampling.logger.name):
-        assert lean_sampling.apply(None, None, 5, CPU) == []
-        assert lean_sampling.apply(object(), None, 5, CPU) == []  # drafts by n-grams
+        assert in_place(None, None) == []
+        assert in_place(object(), None) == []  # drafts by n-grams
     assert not caplog.records
 
 
@@ -73,7 +78,7 @@ def test_methods_and_classes_of_somebody_else_stay(caplog: pytest.LogCaptureFixt
     sampler: Any = make_sampler(make(Case(), CPU), 4)
     sampler.__class__ = _OwnSampler
     with caplog.at_level(logging.WARNING, lean_sampling.logger.name):
-        assert lean_sampling.apply(_OwnDraft(), sampler, 5, CPU) == []
+        assert in_place(_OwnDraft(), sampler) == []
     assert [record.getMessage() for record in caplog.records] == [
         "NWOR leaves drafting as vLLM does it: _OwnDraft has a sample_draft of its own",
         "NWOR leaves verifying as vLLM does it: the rejection sampler is a _OwnSampler",
@@ -105,7 +110,7 @@ def test_what_somebody_replaced_goes_on_being_called(
 
     monkeypatch.setattr(owner, name, replacement)
     with caplog.at_level(logging.WARNING, lean_sampling.logger.name):
-        done = lean_sampling.apply(Speculator(), make_sampler(make(Case(), CPU), 4), 5, CPU)
+        done = in_place(Speculator(), make_sampler(make(Case(), CPU), 4))
     assert {*done, what} == {"drafting", "verifying"}
     assert what not in done
     assert len(caplog.records) == 1
@@ -118,7 +123,7 @@ def test_a_source_that_is_not_the_known_one(table: str, monkeypatch: pytest.Monk
     name = next(iter(known))
     known[name] = "0" * 16
     monkeypatch.setattr(lean_sampling, table, known)
-    done = lean_sampling.apply(Speculator(), make_sampler(make(Case(), CPU), 4), 5, CPU)
+    done = in_place(Speculator(), make_sampler(make(Case(), CPU), 4))
     assert done == [["verifying"], ["drafting"]][table == "VERIFYING"]
     known[(name[0], "gone")] = known.pop(name)
     assert lean_sampling.changed({(name[0], "gone"): ""}) == "gone is not the known one"

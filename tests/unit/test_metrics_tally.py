@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
@@ -12,6 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from nwor.accounting import WindowCounts, count_window
 from nwor.engine import figures
 from nwor.engine.metrics import NworStatLogger
+from nwor.engine.peers import Peers
 from nwor.modes import Mode
 from nwor.tally import Tally, summarize
 from server.nwor_metrics import describe
@@ -132,7 +135,7 @@ def test_an_answer_sums_its_sequences_by_the_formulas():
     assert describe([RequestSpecDecodeMetrics.new(DRAFTS), None]) is None
 
 
-def make_logger(engines: int = 1) -> NworStatLogger:
+def make_logger(engines: int = 1, peers: Peers | None = None) -> NworStatLogger:
     from types import SimpleNamespace
 
     config = SimpleNamespace(
@@ -140,7 +143,7 @@ def make_logger(engines: int = 1) -> NworStatLogger:
         model_config=SimpleNamespace(served_model_name="tiny"),
         speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
     )
-    return NworStatLogger(config, list(range(engines)))
+    return NworStatLogger(config, list(range(engines)), peers)
 
 
 def sample(name: str, **labels: str) -> float | None:
@@ -191,6 +194,20 @@ def test_a_step_from_before_a_switch_does_not_turn_the_mode_back():
     assert sample("nwor_mode", mode="cow") == 1
     assert sample("nwor_mode", mode="off") == 0
     assert sample("nwor_mode_switches_total", mode="off") == 1
+
+
+def test_a_switch_that_another_process_knows_of_is_not_turned_back(tmp_path: Path):
+    """This process hears late of a step before it, and one that starts late has heard of none."""
+    logger = make_logger(peers=Peers(tmp_path, 1))
+    with Peers(tmp_path, 1).in_order(0, 2) as latest:  # another one's: the mode went to off and back
+        assert latest
+    logger.record(figures.EngineStats(nwor=figures.EngineFigures(mode="off", switches=1)), None)
+    assert sample("nwor_mode", mode="stage") == 1
+    assert sample("nwor_mode", mode="off") == 0
+    logger.record(figures.EngineStats(nwor=figures.EngineFigures(mode="cow", switches=3)), None)
+    assert sample("nwor_mode", mode="cow") == 1
+    make_logger(peers=Peers(tmp_path, 1))
+    assert not sample("nwor_mode", mode="stage")
 
 
 def test_engines_have_switches_of_their_own():

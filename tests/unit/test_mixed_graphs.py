@@ -193,7 +193,7 @@ def test_partial_results_take_no_more_memory_where_rows_are_many() -> None:
 def _config(**other: Any) -> Any:
     parts: dict[str, Any] = {
         "compilation_config": SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
-        "parallel_config": SimpleNamespace(data_parallel_size=1),
+        "parallel_config": SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
         "cache_config": SimpleNamespace(kv_sharing_fast_prefill=False),
     }
     return SimpleNamespace(**(parts | other))
@@ -213,8 +213,10 @@ def test_engines_without_such_graphs_say_why() -> None:
     assert why_not(_config(), layers, False) is None
     pieces = SimpleNamespace(cudagraph_mode=CUDAGraphMode.PIECEWISE)
     assert "full CUDA graphs" in str(why_not(_config(compilation_config=pieces), layers, False))
-    ranks = SimpleNamespace(data_parallel_size=2)
+    ranks = SimpleNamespace(data_parallel_size=2, pipeline_parallel_size=1)
     assert "data-parallel" in str(why_not(_config(parallel_config=ranks), layers, False))
+    stages = SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=2)
+    assert "pipeline" in str(why_not(_config(parallel_config=stages), layers, False))
     prefill = SimpleNamespace(kv_sharing_fast_prefill=True)
     assert "kv_sharing" in str(why_not(_config(cache_config=prefill), layers, False))
     assert "embeddings" in str(why_not(_config(), layers, True))

@@ -48,8 +48,8 @@ def test_our_flags_stand_in_a_group_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        (["--demo", "--api-server-count", "2"], "--api-server-count is not supported"),
-        (["--demo", "--headless"], "--headless is not supported"),
+        (["--demo", "--api-server-count", "0"], "leaves nobody to serve HTTP"),
+        (["--demo", "--headless"], "vllm serve --headless"),
         (["--demo", "--grpc"], "--grpc is not supported"),
         (["--demo", "--enable-auto-tool-choice"], "--tool-call-parser"),
         (["--demo", "--no-such-thing"], "unknown flag --no-such-thing"),

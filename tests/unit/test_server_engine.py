@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from nwor.config import CONFIG_KEY
+from nwor.engine import cpu_generators
 from server import cpu_sampling, options, scheduler
 
 
@@ -64,6 +66,38 @@ def test_vllm_still_turns_cpu_generators_back() -> None:
     assert "set_offset(gen.get_offset() - 4)" in source
     with pytest.raises(RuntimeError):
         torch.Generator(device="cpu").get_offset()
+
+
+def test_seeded_requests_are_mended_once_and_in_one_place() -> None:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    from nwor.engine.runner_v1_cpu import NworCPUModelRunnerV1
+
+    generators = {0: torch.Generator().manual_seed(7), 1: torch.Generator().manual_seed(7)}
+    seen = []
+
+    class Runner:
+        discard_request_mask = SimpleNamespace(np=np.array([False, True, True, True]))
+        input_batch = SimpleNamespace(num_reqs=3, generators=generators)
+
+        def _sample(self) -> list[float]:
+            return [torch.rand(1, generator=generator).item() for generator in generators.values()]
+
+        def _bookkeeping_sync(self) -> None:
+            seen.append(dict(generators))
+
+    for _ in range(2):
+        cpu_generators.mend_runner(Runner)
+    first, again = Runner()._sample(), Runner()._sample()
+    # The second row's prompt is unfinished: its sample is dropped, so its generator must not have moved.
+    assert again[1] == first[1] == first[0] != again[0]
+    Runner()._bookkeeping_sync()
+    assert [list(each) for each in seen] == [[0]]
+    assert list(generators) == [0, 1]
+    # NWOR's runner has no mend of its own beside that of the class that it builds on.
+    assert CPUModelRunner in NworCPUModelRunnerV1.__mro__
+    for name in ("_sample", "_bookkeeping_sync"):
+        assert name not in vars(NworCPUModelRunnerV1)
 
 
 def test_the_import_paths_lead_where_they_say() -> None:

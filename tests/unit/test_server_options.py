@@ -47,6 +47,8 @@ def parse(*flags: str, **vllm: Any) -> argparse.Namespace:
         "worker_extension_cls": "",
         "enforce_eager": False,
         "per_request_spec_decode_metrics": "summary",
+        "no_nwor": False,
+        "dtype": "auto",
     }
     for name, value in {**defaults, **vllm}.items():
         setattr(args, name, value)

@@ -1,0 +1,50 @@
+"""What the processor can do, for defaults that depend on it."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+#: Where Linux lists a processor's instruction sets.
+CPUINFO = Path("/proc/cpuinfo")
+
+#: Instruction sets with products of bfloat16 numbers, as Linux names them: x86-64's, and Arm's.
+BF16_SETS = ("amx_bf16", "avx512_bf16", "bf16")
+
+
+def bf16_instructions(cpuinfo: Path | None = None) -> str | None:
+    """Return the processor's instructions for bfloat16.
+
+    Args:
+        cpuinfo: what Linux tells of the processors; its own file where None.
+
+    Returns:
+        The name of the instruction set; empty where there is none; None where that cannot be known.
+
+    """
+    try:
+        text = (cpuinfo or CPUINFO).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    lines = [line for line in text.splitlines() if line.startswith(("flags", "Features"))]
+    lists = [line.partition(":")[2].split() for line in lines]
+    if not lists:
+        return None
+    # Machines of different processors run on any of them.
+    common = set(lists[0]).intersection(*lists[1:])
+    return next((name for name in BF16_SETS if name in common), "")
+
+
+def demo_dtype() -> tuple[str | None, str]:
+    """Return the dtype that suits the demo model on this processor, and why.
+
+    Returns:
+        vLLM's name of the dtype, None to leave it to vLLM (the model's own, bfloat16); and a sentence.
+
+    """
+    found = bf16_instructions()
+    if found is None:
+        return None, f"bfloat16, the model's own: what a {platform.machine()} can do is not known here"
+    if found:
+        return None, f"bfloat16, the model's own: the processor has instructions for it ({found})"
+    return "float32", f"float32: the processor has no instructions for bfloat16 ({', '.join(BF16_SETS[:2])})"

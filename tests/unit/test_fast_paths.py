@@ -1,0 +1,147 @@
+"""Fast paths: each has a setting that turns it off, and a rank's report says which are in place."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.engine.scheduler_rig import Setup, make_scheduler
+from nwor.config import NworConfig
+from nwor.engine import fast_paths as worker_paths
+from nwor.engine import lean_inputs, lean_launches, lean_sampling
+from nwor.engine.record import fast_paths_of
+from nwor.engine.runner import NworRunner
+from nwor.engine.scheduler import create_scheduler
+from nwor.fast_paths import FAST_PATHS, NO_STEP_YET, OTHER_RUNNER
+from nwor.modes import Mode
+from nwor.state import RankState
+
+SETUP = Setup(requests=4, blocks=60, block_size=4, length=40, tokens=64, settings={})
+
+
+def report(**settings: bool) -> dict[str, Any]:
+    return RankState(NworConfig(**settings), Mode.OFF).report()["fast_paths"]
+
+
+def test_every_path_is_there_once() -> None:
+    said = report()
+    for setting, paths in FAST_PATHS.items():
+        assert said[setting]["active"] == []
+        assert tuple(said[setting]["inactive"]) == paths
+    assert said["fast_host"]["inactive"]["scheduler"] == NO_STEP_YET
+    assert said["fast_sampling"]["inactive"]["drafting"] == OTHER_RUNNER
+
+
+@pytest.mark.parametrize("setting", FAST_PATHS)
+def test_what_is_turned_off_says_by_which_flag(setting: str) -> None:
+    flag = "--no-" + setting.replace("_", "-")
+    assert set(report(**{setting: False})[setting]["inactive"].values()) == {f"turned off by {flag}"}
+
+
+def test_a_path_that_nobody_knows_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        RankState(NworConfig(), Mode.OFF).fast_paths.note({"other": None})
+
+
+@pytest.fixture
+def applied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was put in place, by stand-ins."""
+    calls: list[str] = []
+
+    def stand_in(name: str, result: Any) -> Any:
+        return lambda *args: calls.append(name) or result
+
+    sampling = {"drafting": None, "verifying": "outputs are watermarked"}
+    monkeypatch.setattr(lean_sampling, "apply", stand_in("sampling", sampling))
+    monkeypatch.setattr(lean_inputs, "apply", stand_in("inputs", None))
+    monkeypatch.setattr(lean_launches, "apply", stand_in("launches", 0))
+    return calls
+
+
+def apply(mode: Mode, **settings: bool) -> dict[str, Any]:
+    state = RankState(NworConfig(mode, **settings), mode)
+    state.fast_paths.note(worker_paths.apply(state.config, None, None, 4, torch.device("cpu")))
+    return state.report()["fast_paths"]
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_worker_puts_in_place_what_the_settings_say(mode: Mode, applied: list[str]) -> None:
+    said = apply(mode)
+    assert applied == ["sampling", "inputs", "launches"]
+    assert said["fast_sampling"] == {
+        "active": ["drafting"],
+        "inactive": {"verifying": "outputs are watermarked"},
+    }
+    assert said["fast_host"]["active"] == ["inputs"]
+    assert "Triton" in said["fast_host"]["inactive"]["launches"]
+    applied.clear()
+    apply(mode, fast_sampling=False)
+    assert applied == ["inputs", "launches"]
+    applied.clear()
+    apply(mode, fast_host=False)
+    assert applied == ["sampling"]
+    applied.clear()
+    apply(mode, fast_host=False, fast_sampling=False)
+    assert applied == []
+
+
+class _Stock:
+    def execute_model(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+class _Runner(NworRunner, _Stock):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.nwor: Any = SimpleNamespace(state=RankState(NworConfig(), Mode.OFF))
+
+
+def run(scheduler: Any, steps: int = 2) -> dict[str, Any]:
+    """Return what a rank says of the scheduler's paths after some of its steps."""
+    runner = _Runner()
+    outputs = [scheduler.schedule() for _ in range(steps)]
+    assert [fast_paths_of(output) is not None for output in outputs] == [True] + [False] * (steps - 1)
+    runner.execute_model(outputs[0])
+    runner.execute_model(scheduler_output=outputs[1])
+    return runner.nwor.state.report()["fast_paths"]["fast_host"]
+
+
+def test_the_scheduler_tells_the_workers_with_its_first_step(tmp_path: Any) -> None:
+    said = run(make_scheduler(tmp_path, SETUP, create_scheduler))
+    assert said["active"] == ["scheduler", "scheduler_steps"]
+
+
+def test_the_scheduler_tells_what_it_leaves_to_vllm(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nwor.engine import lean_scheduling
+
+    monkeypatch.setattr(lean_scheduling, "_why_no_steps", lambda _: "a KV connector")
+    said = run(make_scheduler(tmp_path, SETUP, create_scheduler))
+    assert said["active"] == ["scheduler"]
+    assert said["inactive"]["scheduler_steps"] == "there is a KV connector"
+    monkeypatch.setattr(lean_scheduling, "why_not", lambda _: "check_stop is not vLLM's own")
+    said = run(make_scheduler(tmp_path, SETUP, create_scheduler))
+    assert said["active"] == []
+    assert said["inactive"]["scheduler"] == "check_stop is not vLLM's own"
+
+
+def test_the_gpu_runner_notes_what_it_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nwor.engine import runner_v2_gpu
+
+    runner: Any = object.__new__(runner_v2_gpu.NworGPUModelRunnerV2)
+    runner.nwor = SimpleNamespace(state=RankState(NworConfig(), Mode.OFF))
+    runner.cudagraph_manager, runner.speculator, runner.rejection_sampler = object(), object(), object()
+    runner.max_num_reqs, runner.device = 4, torch.device("cpu")
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(NworRunner, "initialize_kv_cache", lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        runner_v2_gpu.NworCudaGraphManager, "adopt", staticmethod(lambda manager, rank: manager)
+    )
+    monkeypatch.setattr(worker_paths, "apply", lambda *args: asked.append(args) or {"launches": None})
+    runner.initialize_kv_cache(None, is_profiling=True)
+    assert asked == []
+    runner.initialize_kv_cache(None)
+    state = runner.nwor.state
+    assert asked == [(state.config, runner.speculator, runner.rejection_sampler, 4, runner.device)]
+    assert state.report()["fast_paths"]["fast_host"]["active"] == ["launches"]
