@@ -1,4 +1,4 @@
-"""Two faults of sampling on a CPU, mended in the worker's process.
+"""Four faults of sampling on a CPU, mended in the worker's process.
 
 Ledger of what is exchanged in vLLM 0.32.0:
 
@@ -14,6 +14,13 @@ Ledger of what is exchanged in vLLM 0.32.0:
   which CPU generators do not have: the engine dies, and any client can bring that about
 - how: their state is put back after sampling instead, and they are hidden while vLLM would turn them back
 - removal: when vLLM asks for the generator's kind before it turns one back (a unit test fails on that day)
+
+- target: ``CPUModelRunner._sample`` again
+- why: a step without drafts goes through the rejection sampler with tensors of no rows, of which the mask of
+  ``top_k`` alone takes the largest: the engine dies. And ``min_tokens`` looks at a window's last row with the
+  length before the window, so that answers run past their natural end
+- how: as in NWOR's runner, see ``nwor.engine.isolation_v1``
+- removal: when vLLM's rejection sampler does both (an engine test fails without either)
 """
 
 from __future__ import annotations
@@ -23,6 +30,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from nwor.engine.isolation_v1 import minimum_of_last_rows, without_empty_windows
 
 _MARK = "_nwor_mended"
 
@@ -67,9 +76,14 @@ def mend_runner(runner_class: Any) -> None:
         return
 
     @wraps(sample)
-    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         states = [(generator, generator.get_state()) for generator in unfinished_generators(self).values()]
-        output = sample(self, *args, **kwargs)
+        metadata = without_empty_windows(spec_decode_metadata)
+        if metadata is None:
+            output = sample(self, logits, None)
+        else:
+            with minimum_of_last_rows(self.input_batch.logitsprocs, metadata.num_draft_tokens):
+                output = sample(self, logits, metadata)
         for generator, state in states:
             generator.set_state(state)
         return output
@@ -90,7 +104,7 @@ def mend_runner(runner_class: Any) -> None:
 
 
 def register() -> None:
-    """Apply both, in this process."""
+    """Apply all, in this process."""
     # Registers vLLM's own implementations, which must come first.
     import vllm._custom_ops
     from vllm.triton_utils.dispatcher import register_kernels
