@@ -11,7 +11,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 
 from nwor.engine.metrics import attach_metrics
-from server import acceptance, admin, dashboard, http_errors
+from server import acceptance, admin, admission, dashboard, http_errors, mended_answers, output_processor
 from server.body_limit import BodyLimitMiddleware
 from server.nwor_options import admin_is_separate
 
@@ -39,5 +39,8 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     # vLLM has built the stack already, for SageMaker's sake; Starlette builds it anew, with these changes.
     app.middleware_stack = None
     await init_app_state(engine, app.state, args, supported_tasks)
+    output_processor.install(engine)
+    admission.Admission(engine, args.max_grammar_size).install(engine)
+    mended_answers.install(app.state)
     acceptance.install(app.state)
     return app

@@ -25,6 +25,7 @@ from server.options import (
     check_device,
     resolve_models,
     speculates,
+    use_one_grammar_backend,
     use_reporting_scheduler,
 )
 
@@ -102,6 +103,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(str(error)) from error
     resolve_models(args, default_model)
     use_reporting_scheduler(args)
+    use_one_grammar_backend(args)
     resolve_nwor(args, speculates(args))
     eager_given = any(
         arg.replace("_", "-").startswith(("--enforce-eager", "--no-enforce-eager")) for arg in argv
