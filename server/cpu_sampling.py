@@ -1,4 +1,4 @@
-"""Four faults of sampling on a CPU, mended in the worker's process.
+"""Faults of sampling and of adapters on a CPU, mended in the worker's process.
 
 Ledger of what is exchanged in vLLM 0.32.0:
 
@@ -21,6 +21,11 @@ Ledger of what is exchanged in vLLM 0.32.0:
   length before the window, so that answers run past their natural end
 - how: as in NWOR's runner, see ``nwor.engine.isolation_v1``
 - removal: when vLLM's rejection sampler does both (an engine test fails without either)
+
+- target: ``CPUModelRunner.load_model`` and the operators of LoRA adapters on a CPU
+- why: the drafter gets the target's layers with adapters around them, and rows without adapter take one
+- how: see ``nwor.engine.adapters``
+- removal: when base requests beside an adapter get their own tokens (an engine test fails without either)
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nwor.engine.adapters import mend_cpu_operators, mend_drafter
 from nwor.engine.isolation_v1 import minimum_of_last_rows, without_empty_windows
 
 _MARK = "_nwor_mended"
@@ -98,6 +104,14 @@ def mend_runner(runner_class: Any) -> None:
         finally:
             self.input_batch.generators.update(hidden)
 
+    load = runner_class.load_model
+
+    @wraps(load)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        mend_drafter(self)
+
+    runner_class.load_model = load_model
     setattr(_sample, _MARK, True)
     runner_class._sample = _sample
     runner_class._bookkeeping_sync = _bookkeeping_sync
@@ -117,6 +131,7 @@ def register() -> None:
         cpu_triton_utils._expand_kernel_impl = expand
     register_kernels({KERNEL: expand})
     mend_runner(CPUModelRunner)
+    mend_cpu_operators()
 
 
 class WorkerExtension:
