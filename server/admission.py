@@ -11,10 +11,10 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from server.options import DEFAULT_MAX_GRAMMAR
+from server.refusals import RefusalError
 
 #: Parts of a schema beyond which it is not searched for references to itself.
 _MAX_PARTS = 100_000
@@ -41,19 +41,19 @@ class Admission:
             params: a request's own sampling parameters.
 
         Raises:
-            VLLMValidationError: the request is answered with 400 and this message.
+            RefusalError: the request is answered with 400 and this message.
 
         """
         if not isinstance(params, SamplingParams):
             return
         if self._speculates and params.logprob_token_ids:
-            raise VLLMValidationError(
+            raise RefusalError(
                 "logprob_token_ids is not served beside speculative decoding: ask for logprobs, or have the "
                 "server started without a draft.",
                 parameter="logprob_token_ids",
             )
         if any(not word.strip() for word in params.bad_words or ()):
-            raise VLLMValidationError(
+            raise RefusalError(
                 "bad_words: a word of white space alone excludes nothing: leave it out, or allow all other "
                 "tokens with allowed_token_ids.",
                 parameter="bad_words",
@@ -64,6 +64,15 @@ class Admission:
             check_grammar(params.structured_outputs, self._max_grammar)
             # Behind the end of its grammar an answer would go on without one.
             params.ignore_eos = False
+        if params.output_kind == RequestOutputKind.DELTA:
+            # vLLM's own checks, which for other answers come in time.
+            processor = self._processor
+            params.verify(
+                processor.model_config,
+                processor.speculative_config,
+                processor.structured_outputs_config,
+                processor.tokenizer,
+            )
 
     def _check_masks(self, params: SamplingParams) -> None:
         """Refuse masks that leave nothing to sample from the start."""
@@ -76,13 +85,13 @@ class Admission:
         left = set(params.allowed_token_ids or ())
         left -= {word[0] for word in whole.bad_words_token_ids or () if len(word) == 1}
         if not left:
-            raise VLLMValidationError(
+            raise RefusalError(
                 "allowed_token_ids and bad_words exclude every token between them: allow a token that is no "
                 "bad word.",
                 parameter="allowed_token_ids",
             )
         if params.min_tokens and not left - whole.all_stop_token_ids:
-            raise VLLMValidationError(
+            raise RefusalError(
                 "allowed_token_ids allows stop tokens alone, which min_tokens excludes: allow another token "
                 "or drop min_tokens.",
                 parameter="allowed_token_ids",
@@ -109,7 +118,7 @@ def check_grammar(structured: Any, largest: int) -> None:
         largest: characters that are compiled.
 
     Raises:
-        VLLMValidationError: it is too large, or a part of its schema refers to nothing but itself.
+        RefusalError: it is too large, or a part of its schema refers to nothing but itself.
 
     """
     for kind in ("json", "regex", "choice", "grammar", "structural_tag"):
@@ -121,7 +130,7 @@ def check_grammar(structured: Any, largest: int) -> None:
         else:
             size = len(value if isinstance(value, str) else json.dumps(value))
         if size > largest:
-            raise VLLMValidationError(
+            raise RefusalError(
                 f"structured_outputs.{kind} has {size} characters, and this server compiles at most "
                 f"{largest}: make it smaller, or have the server started with a larger --max-grammar-size.",
                 parameter="structured_outputs",
@@ -141,7 +150,7 @@ def _check_references(schema: Any) -> None:
         seen: set[str] = set()
         while isinstance(reference, str):
             if reference in seen:
-                raise VLLMValidationError(
+                raise RefusalError(
                     f"The schema's {reference!r} refers to nothing but itself: give it a type.",
                     parameter="response_format",
                 )

@@ -11,7 +11,16 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 
 from nwor.engine.metrics import attach_metrics
-from server import acceptance, admin, admission, dashboard, http_errors, mended_answers, output_processor
+from server import (
+    acceptance,
+    admin,
+    admission,
+    dashboard,
+    http_errors,
+    mended_answers,
+    model_route,
+    output_processor,
+)
 from server.body_limit import BodyLimitMiddleware
 from server.nwor_options import admin_is_separate
 
@@ -30,6 +39,7 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     supported_tasks = await engine.get_supported_tasks()
     app = build_app(args, supported_tasks, engine.model_config)
     http_errors.install(app)
+    model_route.install(app)
     metrics = attach_metrics(engine)
     if not admin_is_separate(args):
         admin.install(app, engine, args.admin_api_key, metrics)
@@ -43,4 +53,6 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     admission.Admission(engine, args.max_grammar_size).install(engine)
     mended_answers.install(app.state)
     acceptance.install(app.state)
+    # Made now and kept: the first to ask would hold up all others for a second.
+    app.openapi()
     return app

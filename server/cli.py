@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import multiprocessing
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 from nwor.version import __version__
 from server import environment
 from server.checks import check_port, prescan
+from server.descendants import end_descendants
 from server.errors import StartupError, UsageError
 from server.models import is_local
 from server.nwor_options import DEFAULT_ADMIN_HOST, add_nwor_options, admin_is_separate, resolve_nwor
@@ -162,6 +162,11 @@ def check_processes(args: argparse.Namespace) -> None:
         UsageError: a flag that asks vLLM for another launcher.
 
     """
+    if args.shutdown_timeout:
+        raise UsageError(
+            f"--shutdown-timeout is not supported: {PROG} gives running requests --drain-timeout seconds on "
+            "SIGTERM; set that instead"
+        )
     refused = {
         "--api-server-count": args.api_server_count is not None and args.api_server_count != 1,
         "--headless": args.headless,
@@ -206,11 +211,7 @@ def _run(args: argparse.Namespace) -> int:
 def _interrupt(args: argparse.Namespace, *_: object) -> NoReturn:
     """End a start-up at once: an exception would get lost in what the event loop is in the middle of."""
     print(f"{PROG}: stopped before it was ready", file=sys.stderr, flush=True)
-    for child in multiprocessing.active_children():
-        # The engine ends its own workers; where it hangs in its start, they end on seeing it gone.
-        child.terminate()
-        child.join(_CHILD_SECONDS)
-        child.kill()
+    end_descendants(_CHILD_SECONDS)
     for path in filter(None, (args.uds, args.admin_uds)):
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -17,6 +17,8 @@ from openai.types.responses import ResponseIncompleteEvent as OpenAIIncompleteEv
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.exceptions import VLLMValidationError
 
+from server.refusals import RefusalError
+
 _DATA = "data: "
 #: What beam search does not look at, and the values that ask for nothing.
 _BEAM_IGNORES: dict[str, tuple[Any, ...]] = {
@@ -62,14 +64,14 @@ def check_beam_search(request: Any) -> None:
     """Refuse a beam search with parameters that vLLM's does not look at.
 
     Raises:
-        VLLMValidationError: names them.
+        RefusalError: names them.
 
     """
     if not getattr(request, "use_beam_search", False):
         return
     ignored = [name for name, nothing in _BEAM_IGNORES.items() if getattr(request, name, None) not in nothing]
     if ignored:
-        raise VLLMValidationError(
+        raise RefusalError(
             f"Beam search does not look at {', '.join(ignored)}: leave out use_beam_search, or these.",
             parameter=ignored[0],
         )
@@ -88,7 +90,7 @@ def _guard(serving: Any, name: str) -> None:
             if _NO_ROOM not in str(error) or (asked is not None and asked < 1):
                 raise
             longest = serving.model_config.max_model_len
-            raise VLLMValidationError(
+            raise RefusalError(
                 f"The prompt fills the model's context of {longest} tokens, so nothing can be generated: "
                 "shorten it.",
                 parameter="prompt" if name == "create_completion" else "input_tokens",

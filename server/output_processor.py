@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
 
 from nwor.engine.request_failures import read_reason
+from server.refusals import RefusalError
 
 
 class MendedOutputProcessor(OutputProcessor):
@@ -103,7 +104,7 @@ class MendedOutputProcessor(OutputProcessor):
 
 def _error(status: int, message: str) -> Exception:
     if status == HTTPStatus.BAD_REQUEST:
-        return VLLMValidationError(message)
+        return RefusalError(message)
     return GracefulHTTPError(message, HTTPStatus(status))
 
 

@@ -81,5 +81,5 @@ def _leaving_rows(operator: Any) -> Any:
             indices = indices.clamp(min=0)
         operator(inputs, weights, output, indices, *args, **kwargs)
 
-    setattr(mended, _MARK, True)
+    mended.__dict__[_MARK] = True
     return mended

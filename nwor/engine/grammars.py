@@ -26,6 +26,11 @@ class GuardedGrammars(StructuredOutputManager):
     #: Control tokens that end no text.
     _nwor_control: frozenset[int]
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether there are errors to take."""
+        return bool(self._nwor_failed)
+
     def take_failed(self) -> dict[str, Exception]:
         """Return the errors since this was last called, by request."""
         failed, self._nwor_failed = self._nwor_failed, {}
@@ -83,11 +88,12 @@ class GuardedGrammars(StructuredOutputManager):
             return []
 
 
-def guard(manager: StructuredOutputManager) -> GuardedGrammars:
-    """Make an engine's freshly made manager the class above."""
-    assert type(manager) in (StructuredOutputManager, GuardedGrammars), type(manager)
+def guard(manager: Any) -> GuardedGrammars | None:
+    """Make an engine's freshly made manager the class above; return None for one that is not vLLM's own."""
+    if type(manager) not in (StructuredOutputManager, GuardedGrammars):
+        return None
     manager.__class__ = GuardedGrammars
-    guarded: GuardedGrammars = manager  # type: ignore[assignment]
+    guarded: GuardedGrammars = manager
     guarded._nwor_failed = {}
     guarded._nwor_control = frozenset()
     if not manager.vllm_config.model_config.skip_tokenizer_init:

@@ -16,9 +16,6 @@ import torch
 
 logger = logging.getLogger("vllm.nwor.isolation")
 
-#: Name of the attribute on vLLM's ``ModelRunnerOutput``.
-FAILED = "nwor_failed"
-
 #: Where a step can fail for one request alone; values of the metric's label ``place``.
 PLACES = ("sampling", "grammar", "prompt_logprobs", "drafting", "constraints")
 
@@ -71,7 +68,7 @@ def attach_failures(output: Any, failures: StepFailures) -> Any:
 
     """
     if failures and output is not None:
-        setattr(output, FAILED, failures)
+        output.nwor_failed = failures
         for request_id in failures.requests:
             index = output.req_id_to_index.get(request_id)
             if index is not None and output.sampled_token_ids:
@@ -112,7 +109,7 @@ def send_failures(output: Any, failures: StepFailures | None) -> Any:
 
 def failures_of(output: Any) -> StepFailures | None:
     """Return what travels with a step's output, if anything does."""
-    failures: StepFailures | None = getattr(output, FAILED, None)
+    failures: StepFailures | None = getattr(output, "nwor_failed", None)
     return failures
 
 

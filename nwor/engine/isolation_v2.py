@@ -56,8 +56,9 @@ class IsolatingRunnerV2(Base):
 
     def _nwor_isolate_objects(self) -> None:
         """Wrap what drafts and what computes prompts' log-probabilities; once, when both are there."""
-        if self.speculator is not None:
-            self.speculator.propose = self._nwor_drafting(self.speculator.propose)
+        speculator: Any = self.speculator
+        if speculator is not None:
+            speculator.propose = self._nwor_drafting(speculator.propose)
         worker = self.prompt_logprobs_worker
         if worker is not None:
             worker.compute_prompt_logprobs = self._nwor_prompts(worker, worker.compute_prompt_logprobs)

@@ -110,24 +110,20 @@ class RequestFailures(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take in one step's results; requests that failed in it end with an error."""
-        failures = failures_of(model_runner_output) or StepFailures()
-        # A step that was under way when a request failed may have failed for it again.
-        failures.requests = {name: why for name, why in failures.requests.items() if self._nwor_runs_on(name)}
-        if self._nwor_excluded:
-            self._nwor_check(scheduler_output, model_runner_output, failures)
-        self._nwor_take_grammars(failures)
-        reasons = {request: _sentence(*why) for request, why in failures.requests.items()}
-        for request_id in self.grammar_compile_error_reqs:
-            reasons[request_id] = reason(400, self._nwor_compile_error(request_id))
-        if failures:
-            attach_failures(model_runner_output, failures)
-            self.grammar_compile_error_reqs.update(failures.requests)
-            self._nwor_report(failures)
+        reasons: dict[str, str] = {}
+        failures, grammars = failures_of(model_runner_output), self._nwor_grammars
+        if (
+            failures is not None
+            or self._nwor_excluded
+            or self.grammar_compile_error_reqs
+            or (grammars is not None and grammars.has_failed)
+        ):
+            reasons = self._nwor_end(scheduler_output, model_runner_output, failures or StepFailures())
         answers: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
-        # A token that a grammar's own code could not take in ends its request in the step itself.
-        late = StepFailures()
-        self._nwor_take_grammars(late)
-        if late:
+        if grammars is not None and grammars.has_failed:
+            # A grammar could not take in its tokens, which has ended its request in the step itself.
+            late = StepFailures()
+            self._nwor_take_grammars(late)
             self._nwor_report(late)
             reasons.update({request: _sentence(*why) for request, why in late.requests.items()})
         if reasons:
@@ -136,6 +132,22 @@ class RequestFailures(Scheduler):
                     if output.finish_reason is not None and output.request_id in reasons:
                         output.stop_reason = reasons[output.request_id]
         return answers
+
+    def _nwor_end(self, scheduled: Any, result: Any, failures: StepFailures) -> dict[str, str]:
+        """Have vLLM end the requests that failed in a step; return what their clients are told."""
+        # A step that was under way when a request failed may have failed for it again.
+        failures.requests = {name: why for name, why in failures.requests.items() if self._nwor_runs_on(name)}
+        if self._nwor_excluded:
+            self._nwor_check(scheduled, result, failures)
+        self._nwor_take_grammars(failures)
+        reasons = {request: _sentence(*why) for request, why in failures.requests.items()}
+        for request_id in self.grammar_compile_error_reqs:
+            reasons[request_id] = reason(400, self._nwor_compile_error(request_id))
+        if failures:
+            attach_failures(result, failures)
+            self.grammar_compile_error_reqs.update(failures.requests)
+            self._nwor_report(failures)
+        return reasons
 
     def _nwor_runs_on(self, request_id: str) -> bool:
         request = self.requests.get(request_id)
@@ -176,7 +188,8 @@ class RequestFailures(Scheduler):
 
     def _nwor_take_grammars(self, failures: StepFailures) -> None:
         """Take over what failed in grammars since the last step."""
-        for request_id, error in self._nwor_grammars.take_failed().items():
+        failed = self._nwor_grammars.take_failed() if self._nwor_grammars is not None else {}
+        for request_id, error in failed.items():
             failures.note("grammar")
             self._nwor_failure_log.tell("grammar", error)
             failures.requests.setdefault(request_id, ("grammar", type(error).__name__))

@@ -87,11 +87,11 @@ def _resolve(path: str) -> object:
     raise AssertionError(path)
 
 
-PATCHES = patches.LEDGER + patches.OBJECT_LEDGER + patches.LEAN_LEDGER
+PATCHES = patches.LEDGER + patches.OBJECT_LEDGER + patches.FAULT_LEDGER + patches.LEAN_LEDGER
 
 
 def test_ledger_names_what_exists_and_why():
-    for entry in PATCHES:
+    for entry in PATCHES + patches.SERVER_LEDGER:
         assert _resolve(entry.target) is not None
         assert entry.why
         assert entry.how
