@@ -15,6 +15,7 @@ from server import (
     acceptance,
     admin,
     admission,
+    beam_search,
     dashboard,
     http_errors,
     mended_answers,
@@ -52,6 +53,7 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     output_processor.install(engine)
     admission.Admission(engine, args.max_grammar_size).install(engine)
     mended_answers.install(app.state)
+    beam_search.install(app.state, engine)
     acceptance.install(app.state)
     # Made now and kept: the first to ask would hold up all others for a second.
     app.openapi()

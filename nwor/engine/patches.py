@@ -165,6 +165,13 @@ SERVER_LEDGER = (
         where="server.mended_answers",
     ),
     Patch(
+        target="vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search",
+        why="a beam runs through end tokens other than the tokenizer's own",
+        how="on the serving objects; log-probabilities of further end tokens are shown as the known one's",
+        removal="when vLLM's beam search takes the model's end tokens",
+        where="server.beam_search",
+    ),
+    Patch(
         target="vllm.entrypoints.openai.responses.serving.OpenAIServingResponses",
         why="a stream that its limit cut says that it is complete",
         how="the last event is exchanged on its way out",

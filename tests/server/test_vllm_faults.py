@@ -191,6 +191,27 @@ def test_beam_search_says_what_it_does_not_look_at(http: httpx.Client) -> None:
     assert len(answer.json()["choices"]) == 2
 
 
+def test_beams_end_with_any_end_token(http: httpx.Client) -> None:
+    """An answer that greedy decoding ends with <|end|>, from just before that token."""
+    question = {"model": DEMO_MODEL, "messages": [{"role": "user", "content": "Write hello world."}]}
+    begin = http.post("/tokenize", json={**question, "add_generation_prompt": True}).json()["tokens"]
+    answer = complete(http, prompt=begin, max_tokens=200)
+    assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", 6)
+    almost = begin + answer["token_ids"][:-1]
+    beams = post(http, prompt=almost, use_beam_search=True, n=2, max_tokens=6).json()["choices"]
+    assert not any(6 in beam["token_ids"] for beam in beams)
+    assert beams[0]["finish_reason"] == "stop"
+    assert beams[0]["token_ids"] == []
+
+
+def test_a_grammar_that_cannot_be_compiled(http: httpx.Client) -> None:
+    wanted = {"json": {"type": "object", "properties": {"a": {"$ref": "#/$defs/missing"}}, "required": ["a"]}}
+    answer = post(http, structured_outputs=wanted)
+    assert answer.status_code == 400, answer.text
+    assert "grammar" in answer.json()["error"]["message"].lower()
+    assert complete(http)
+
+
 @pytest.mark.parametrize("limit", [5, 300])
 def test_a_streamed_response_ends_with_what_happened(http: httpx.Client, limit: int) -> None:
     body = {"model": DEMO_MODEL, "input": "Write hello world.", "temperature": 0}
