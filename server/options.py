@@ -207,6 +207,9 @@ def speculates(args: argparse.Namespace) -> bool:
 
 def use_reporting_scheduler(args: argparse.Namespace) -> None:
     """Have the figures reported of requests that stop strings end, unless the user chose a scheduler."""
+    if not speculates(args):
+        # There are no figures, and vLLM does not start where somebody asks for them.
+        args.per_request_spec_decode_metrics = "none"
     if speculates(args) and args.per_request_spec_decode_metrics != "none" and args.scheduler_cls is None:
         args.scheduler_cls = REPORTING_SCHEDULER
 

@@ -18,6 +18,10 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 logger = logging.getLogger("vllm.nwor.grammars")
 
 
+class NothingLeftError(Exception):
+    """A grammar got a token that its own masks exclude: they, with the request's others, left none."""
+
+
 class GuardedGrammars(StructuredOutputManager):
     """What the engine's manager becomes."""
 
@@ -74,10 +78,13 @@ class GuardedGrammars(StructuredOutputManager):
     def accept_tokens(self, request: Any, new_token_ids: list[int]) -> bool:
         """Let a grammar take in tokens; one that fails ends its request, as one that refuses them does."""
         try:
-            return super().accept_tokens(request, new_token_ids)
+            taken: bool = super().accept_tokens(request, new_token_ids)
         except Exception as error:
             self._nwor_failed[request.request_id] = error
             return False
+        if not taken:
+            self._nwor_failed[request.request_id] = NothingLeftError()
+        return taken
 
     def validate_tokens(self, request: Any, spec_tokens: list[int]) -> list[int]:
         """Return the drafts that a grammar takes; none where it fails."""

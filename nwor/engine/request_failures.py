@@ -7,13 +7,14 @@ means that its masks left nothing to sample. And it keeps an exception in a gram
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from nwor.engine.grammars import guard
+from nwor.engine.grammars import NothingLeftError, guard
 from nwor.engine.isolation import FailureLog, StepFailures, attach_failures, describe, failures_of
 
 logger = logging.getLogger("vllm.nwor.isolation")
@@ -190,16 +191,20 @@ class RequestFailures(Scheduler):
         """Take over what failed in grammars since the last step."""
         failed = self._nwor_grammars.take_failed() if self._nwor_grammars is not None else {}
         for request_id, error in failed.items():
-            failures.note("grammar")
-            self._nwor_failure_log.tell("grammar", error)
-            failures.requests.setdefault(request_id, ("grammar", type(error).__name__))
+            if isinstance(error, NothingLeftError):
+                place, words = "constraints", ""
+            else:
+                place, words = "grammar", type(error).__name__
+                self._nwor_failure_log.tell(place, error)
+            failures.note(place)
+            failures.requests.setdefault(request_id, (place, words))
 
     def _nwor_compile_error(self, request_id: str) -> str:
         request = self.requests.get(request_id)
         found = request.structured_output_request if request is not None else None
         error = found.grammar if found is not None else None
         # The text of a compiler may hold an address within its sources, which says nothing to a client.
-        detail = f": {str(error).rpartition('] ')[2]}" if isinstance(error, Exception) else ""
+        detail = f": {_without_place(str(error))}" if isinstance(error, Exception) else ""
         return f"The grammar of this request cannot be compiled{detail.rstrip('. ')}. Change its schema."
 
 
@@ -212,3 +217,8 @@ def _sentence(place: str, words: str) -> str:
         f"The {what} of this request failed in the engine ({words.partition(':')[0]}); other requests go on. "
         "Change its sampling parameters, or report this with the server's log.",
     )
+
+
+def _without_place(words: str) -> str:
+    """Return a compiler's words without the time and the line of its own sources that it begins with."""
+    return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", words)
