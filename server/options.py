@@ -15,7 +15,7 @@ DEFAULT_SPECULATIVE_TOKENS = 4
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
 # Kubernetes kills 30 s after SIGTERM; this leaves the engine time to go down.
 DEFAULT_DRAIN_SECONDS = 25.0
-# Compiled in about five seconds on one core.
+# Compiled within a second or two on one core.
 DEFAULT_MAX_GRAMMAR = 128 * 1024
 GRAMMAR_BACKEND = "xgrammar"
 DEMO_NAME = "nwor-demo"

@@ -1,4 +1,4 @@
-"""Requests that fail alone, in the scheduler: what they break, what is logged, what their clients are told."""
+"""Requests that fail alone, in the scheduler: what they break, what is logged and what clients are told."""
 
 from __future__ import annotations
 
