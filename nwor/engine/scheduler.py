@@ -23,8 +23,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from nwor.engine.figures import EngineFigures, EngineStats, RequestFigures
 from nwor.engine.freed import FreedRequests, freed_by
+from nwor.engine.isolation import StepFailures
 from nwor.engine.lean_scheduling import LeanScheduling
 from nwor.engine.record import announce, announce_fast_paths, record_of
+from nwor.engine.request_failures import RequestFailures
 from nwor.engine.window_table import WindowTable
 from nwor.tally import RankFacts, StepRecord, WindowKind, add_bytes
 
@@ -40,7 +42,7 @@ _Waiting = tuple[StepRecord, frozenset[str]]
 _NONE: frozenset[str] = frozenset()
 
 
-class NworScheduling(Scheduler):
+class NworScheduling(RequestFailures):
     """Mixin before a scheduler class of an engine that asked for NWOR."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -105,6 +107,14 @@ class NworScheduling(Scheduler):
         finally:
             self._nwor_verified = None
         return answers
+
+    def failures_counted(self, failures: StepFailures) -> None:
+        """Count what failed in a step."""
+        self._nwor_due = True
+        for place, times in failures.events.items():
+            self._nwor_new.failures[place] = self._nwor_new.failures.get(place, 0) + times
+        for place, _ in failures.requests.values():
+            self._nwor_new.failed_requests[place] = self._nwor_new.failed_requests.get(place, 0) + 1
 
     def _nwor_take(self, record: StepRecord) -> None:
         """Keep a step's record until somebody asks; what is true of its requests only now is noted."""

@@ -91,7 +91,9 @@ PATCHES = (
     patches.LEDGER
     + patches.OBJECT_LEDGER
     + patches.FAST_PATH_LEDGER
+    + patches.FAULT_LEDGER
     + patches.MENDS_LEDGER
+    + patches.SERVER_FAULT_LEDGER
     + patches.SERVER_LEDGER
 )
 

@@ -51,7 +51,9 @@ class Engine:
                 Request(
                     request_id=name,
                     spec_decode_metrics=RequestSpecDecodeMetrics.new(DRAFTS),
-                    sampling_params=SimpleNamespace(stop=stop),
+                    sampling_params=SimpleNamespace(
+                        stop=stop, allowed_token_ids=None, bad_words_token_ids=None
+                    ),
                     num_stale_output_tokens=0,
                     drop_stale_output=False,
                     num_preemptions=0,
@@ -100,6 +102,7 @@ class Engine:
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(self: Any, engine: Engine) -> None:
         self.engine, self.requests, self.running, self.log_stats = engine, {}, [], True
+        self.structured_output_manager, self.grammar_compile_error_reqs = None, set()
         parallel = SimpleNamespace(pipeline_parallel_size=engine.stages)
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: engine.now))
