@@ -106,8 +106,8 @@ class RequestFailures(Scheduler):
         self._nwor_excluded.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
-    def failures_counted(self, failures: StepFailures) -> None:
-        """Take note of what failed in a step, for the metrics."""
+    def failures_counted(self, failures: StepFailures, counted: bool) -> None:
+        """Take note of what failed in a step, for the metrics; ``counted`` as below."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take in one step's results; requests that failed in it end with an error."""
@@ -125,7 +125,7 @@ class RequestFailures(Scheduler):
             # A grammar could not take in its tokens, which has ended its request in the step itself.
             late = StepFailures()
             self._nwor_take_grammars(late)
-            self._nwor_report(late)
+            self._nwor_report(late, counted=True)
             reasons.update({request: _sentence(*why) for request, why in late.requests.items()})
         if reasons:
             for answer in answers.values():
@@ -154,9 +154,15 @@ class RequestFailures(Scheduler):
         request = self.requests.get(request_id)
         return request is not None and not request.is_finished()
 
-    def _nwor_report(self, failures: StepFailures) -> None:
-        """Count failures, and log once of every request that ends what it had asked for."""
-        self.failures_counted(failures)
+    def _nwor_report(self, failures: StepFailures, *, counted: bool = False) -> None:
+        """Count failures, and log once of every request that ends what it had asked for.
+
+        Args:
+            failures: those of a step.
+            counted: whether vLLM has taken in what the requests sampled.
+
+        """
+        self.failures_counted(failures, counted)
         for request_id, (place, words) in failures.requests.items():
             request = self.requests.get(request_id)
             logger.error(
