@@ -166,7 +166,7 @@ def test_ledger_names_every_module_that_changes_what_is_vllms():
     # that a change was made are one more each, and one function exchanges the streams of two classes.
     listed = Counter(entry.where for entry in PATCHES)
     listed.update({"nwor.engine.patches": 1, "nwor.engine.cpu_generators": 1, "server.acceptance": -1})
-    # What is put back counts again; entries of a serving object stand for all of its methods that are wrapped.
+    # What is put back counts again; an entry of a serving object stands for all of its wrapped methods.
     listed.update({"nwor.engine.isolation": 1, "server.beam_search": 1, "server.mended_answers": 2})
     assert {module: len(changes) for module, changes in changing.items()} == listed
 
