@@ -11,7 +11,17 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 
 from nwor.engine.metrics import attach_metrics
-from server import acceptance, admin, dashboard, http_errors
+from server import (
+    acceptance,
+    admin,
+    admission,
+    beam_search,
+    dashboard,
+    http_errors,
+    mended_answers,
+    model_route,
+    output_processor,
+)
 from server.body_limit import BodyLimitMiddleware
 from server.nwor_options import admin_is_separate
 
@@ -30,6 +40,7 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     supported_tasks = await engine.get_supported_tasks()
     app = build_app(args, supported_tasks, engine.model_config)
     http_errors.install(app)
+    model_route.install(app)
     metrics = attach_metrics(engine)
     if not admin_is_separate(args):
         admin.install(app, engine, args.admin_api_key, metrics)
@@ -39,5 +50,11 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     # vLLM has built the stack already, for SageMaker's sake; Starlette builds it anew, with these changes.
     app.middleware_stack = None
     await init_app_state(engine, app.state, args, supported_tasks)
+    output_processor.install(engine)
+    admission.Admission(engine, args.max_grammar_size).install(engine)
+    mended_answers.install(app.state)
+    beam_search.install(app.state, engine)
     acceptance.install(app.state)
+    # Made now and kept: the first to ask would hold up all others for a second.
+    app.openapi()
     return app

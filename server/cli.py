@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import multiprocessing
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 from nwor.version import __version__
 from server import environment
 from server.checks import check_port, prescan
+from server.descendants import end_descendants
 from server.errors import StartupError, UsageError
 from server.models import is_local
 from server.nwor_options import DEFAULT_ADMIN_HOST, add_nwor_options, admin_is_separate, resolve_nwor
@@ -25,6 +25,7 @@ from server.options import (
     check_device,
     resolve_models,
     speculates,
+    use_one_grammar_backend,
     use_reporting_scheduler,
 )
 from server.processes import resolve_processes
@@ -103,6 +104,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(str(error)) from error
     resolve_models(args, default_model)
     use_reporting_scheduler(args)
+    use_one_grammar_backend(args)
     resolve_nwor(args, speculates(args))
     eager_given, dtype_given = (
         any(arg.replace("_", "-").startswith(flags) for arg in argv)
@@ -193,13 +195,7 @@ def _run(args: argparse.Namespace) -> int:
 def _interrupt(args: argparse.Namespace, *_: object) -> NoReturn:
     """End a start-up at once: an exception would get lost in what the event loop is in the middle of."""
     print(f"{PROG}: stopped before it was ready", file=sys.stderr, flush=True)
-    children = multiprocessing.active_children()
-    for child in children:
-        # The engine ends its own workers; where it hangs in its start, they end on seeing it gone.
-        child.terminate()
-    for child in children:
-        child.join(_CHILD_SECONDS)
-        child.kill()
+    end_descendants(_CHILD_SECONDS)
     if own := sys.modules.get("vllm.v1.metrics.prometheus"):
         folder = own._prometheus_multiproc_dir  # of several API server processes
         if folder is not None:

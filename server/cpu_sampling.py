@@ -1,4 +1,4 @@
-"""Two faults of sampling on a CPU, mended in the worker's process; the ledger has both.
+"""Faults of sampling and of adapters on a CPU, mended in the worker's process; the ledger has them all.
 
 The CPU implementation of ``expand_kernel`` writes into a 64-bit copy of its output and never copies back. So
 a verify step's temperature, top_p (floats) and top_k (32-bit integers) come from uninitialized memory:
@@ -6,16 +6,24 @@ samples ignore them, and no seed holds. ``register_kernels`` is vLLM's own way t
 implementation; the function that vLLM registers is exchanged too, since each new engine of a process
 registers it again.
 
-The other fault, of seeded requests, is :mod:`nwor.engine.cpu_generators`.
+A step without drafts goes through the rejection sampler with tensors of no rows, of which the mask of
+``top_k`` alone takes the largest: the engine dies. And ``min_tokens`` looks at a window's last row with the
+length before the window. Both are mended as in NWOR's runner: :mod:`nwor.engine.isolation_v1`. Adapters:
+:mod:`nwor.engine.adapters`. Seeded requests: :mod:`nwor.engine.cpu_generators`.
 """
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
 
 from nwor.engine import cpu_generators
+from nwor.engine.adapters import mend_cpu_operators, mend_drafter
+from nwor.engine.isolation_v1 import minimum_of_last_rows, without_empty_windows
+
+_MARK = "_nwor_windows_mended"
 
 KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
@@ -44,12 +52,36 @@ def expand(
     output.copy_(replaced.repeat_interleave(counts))
 
 
+def mend_windows(runner_class: Any) -> None:
+    """Exchange two methods of a model runner's class, once: sampling of its windows, and its drafter."""
+    sample, load = runner_class._sample, runner_class.load_model
+    if getattr(load, _MARK, False):
+        return
+
+    @wraps(sample)
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        metadata = without_empty_windows(spec_decode_metadata)
+        if metadata is None:
+            return sample(self, logits, None)
+        with minimum_of_last_rows(self.input_batch.logitsprocs, metadata.num_draft_tokens):
+            return sample(self, logits, metadata)
+
+    @wraps(load)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        mend_drafter(self)
+
+    setattr(load_model, _MARK, True)
+    runner_class._sample, runner_class.load_model = _sample, load_model
+
+
 def register() -> None:
-    """Apply both, in this process."""
+    """Apply all, in this process."""
     # Registers vLLM's own implementations, which must come first.
     import vllm._custom_ops
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.utils import cpu_triton_utils
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     del vllm
     if cpu_triton_utils._expand_kernel_impl is not expand:
@@ -57,6 +89,8 @@ def register() -> None:
         cpu_triton_utils._expand_kernel_impl = expand
     register_kernels({KERNEL: expand})
     cpu_generators.mend()
+    mend_windows(CPUModelRunner)
+    mend_cpu_operators()
 
 
 class WorkerExtension:

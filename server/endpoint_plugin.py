@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from nwor.engine.metrics import attach_metrics
-from server import acceptance, dashboard
+from server import acceptance, admission, beam_search, dashboard, mended_answers, output_processor
 from server.admin import Admin, make_router
 from server.nwor_options import ADMIN_KEY_VARIABLE
 
@@ -48,4 +48,8 @@ class NworEndpoints:
         if hasattr(args, _OURS):
             return
         self._admin.connect(engine_client, attach_metrics(engine_client))
+        output_processor.install(engine_client)
+        admission.Admission(engine_client).install(engine_client)
+        mended_answers.install(state)
+        beam_search.install(state, engine_client)
         acceptance.install(state)

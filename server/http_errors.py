@@ -26,6 +26,7 @@ from vllm.exceptions import VLLMValidationError
 
 _MAX_REPORTED = 5
 _MAX_VALUE_CHARS = 80
+_MAX_DIGITS = 40
 
 
 def error_response(
@@ -149,7 +150,9 @@ def _describe(error: Any) -> str:
 
 
 def _shorten(value: object) -> str:
-    text = repr(value) if not isinstance(value, int) or abs(value) < 10**18 else f"an integer beyond {10**18}"
+    # Python does not write out integers of any length.
+    long = isinstance(value, int) and abs(value) >= 10**_MAX_DIGITS
+    text = f"an integer of more than {_MAX_DIGITS} digits" if long else repr(value)
     return text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + "..."
 
 

@@ -18,6 +18,9 @@ DEFAULT_SPECULATIVE_TOKENS = 4
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
 # Kubernetes kills 30 s after SIGTERM; this leaves the engine time to go down.
 DEFAULT_DRAIN_SECONDS = 25.0
+# Compiled within a second or two on one core.
+DEFAULT_MAX_GRAMMAR = 128 * 1024
+GRAMMAR_BACKEND = "xgrammar"
 DEMO_NAME = "nwor-demo"
 DEMO_KV_CACHE_BYTES = 2**30
 # vLLM would take a share of the machine's memory.
@@ -108,6 +111,24 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="Largest request body that is read; a larger one is answered with 413.",
     )
+    group.add_argument(
+        "--max-grammar-size",
+        type=parse_size,
+        default=DEFAULT_MAX_GRAMMAR,
+        metavar="CHARACTERS",
+        help="Largest schema, regex, grammar or list of choices that is compiled for a request.",
+    )
+
+
+def use_one_grammar_backend(args: argparse.Namespace) -> None:
+    """Have one backend serve all grammars, unless the user chose one.
+
+    Left to itself, vLLM takes the backend of the first request that has a grammar for all that follow, and
+    answers those that were meant for another with 500, or without obeying their schema.
+    """
+    config = args.structured_outputs_config
+    if config is not None and config.backend == "auto" and args.tokenizer_mode != "mistral":
+        config.backend = GRAMMAR_BACKEND
 
 
 def resolve_models(args: argparse.Namespace, default_model: str | None = None) -> None:
@@ -194,6 +215,9 @@ def use_reporting_scheduler(args: argparse.Namespace) -> None:
     """
     if leaves_nwor_out(args):
         return
+    if not speculates(args):
+        # There are no figures, and vLLM does not start where somebody asks for them.
+        args.per_request_spec_decode_metrics = "none"
     if speculates(args) and args.per_request_spec_decode_metrics != "none" and args.scheduler_cls is None:
         args.scheduler_cls = REPORTING_SCHEDULER
 

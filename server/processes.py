@@ -57,6 +57,11 @@ def _default_count(args: argparse.Namespace) -> int:
 
 
 def _refuse_other_launchers(args: argparse.Namespace) -> None:
+    if args.shutdown_timeout:
+        raise UsageError(
+            "--shutdown-timeout is not supported: nwor-server gives running requests --drain-timeout seconds "
+            "on SIGTERM; set that instead"
+        )
     if args.headless:
         raise UsageError(
             "--headless starts engines without HTTP, which is all that nwor-server is: start them with 'vllm "

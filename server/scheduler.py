@@ -19,10 +19,11 @@ from vllm.v1.request import Request
 
 from nwor.config import NworConfig
 from nwor.engine.figures import snapshot
+from nwor.engine.request_failures import RequestFailures
 from nwor.engine.scheduler import NworAsyncScheduler, NworScheduler, NworScheduling, special_scheduler
 
 
-class _Reporting(Scheduler):
+class _Reporting(RequestFailures):
     """Adds the figures to the steps of requests that a stop string may end."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

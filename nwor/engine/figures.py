@@ -57,6 +57,8 @@ class EngineFigures:
         aborted_windows: windows of requests that were aborted.
         late_windows: windows whose request had ended when the step's result came.
         mismatches: figures that do not agree with each other, by what was compared.
+        failures: exceptions that were traced to requests, by the place where they came up.
+        failed_requests: requests that ended for them, by place.
 
     """
 
@@ -72,6 +74,8 @@ class EngineFigures:
     aborted_windows: int = 0
     late_windows: int = 0
     mismatches: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+    failed_requests: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass

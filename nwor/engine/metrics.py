@@ -15,6 +15,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from nwor.accounting import WindowCounts
 from nwor.config import NworConfig
 from nwor.engine.figures import MISMATCHES, EngineFigures
+from nwor.engine.isolation import PLACES
 from nwor.engine.peers import Peers
 from nwor.engine.support import REASONS
 from nwor.modes import Mode
@@ -67,6 +68,8 @@ class NworStatLogger(AggregateStatLoggerBase):
         self._commit_seconds = counter("commit_seconds", "Duration of those commits and restores.")
         self._switch = counter("mode_switches", "Switches of the mode over the admin API.", "mode")
         self._mismatch = counter("accounting_mismatches", "Figures that did not agree.", "figure")
+        self._failures = counter("step_failures", "Exceptions that were traced to requests.", "place")
+        self._failed = counter("failed_requests", "Requests that ended for such an exception.", "place")
         self._accepted = Histogram(
             "nwor_window_accepted_tokens",
             "Accepted draft tokens of a window.",
@@ -97,6 +100,9 @@ class NworStatLogger(AggregateStatLoggerBase):
         for name, reason in REASONS.items():
             if reason.when == "step":
                 self._direct.labels(*labels, name)
+        for place in PLACES:
+            self._failures.labels(*labels, place)
+            self._failed.labels(*labels, place)
         for mode in Mode:
             self._switch.labels(*labels, mode.value)
 
@@ -116,6 +122,10 @@ class NworStatLogger(AggregateStatLoggerBase):
                 self._child(self._by_end, *labels, end).inc(windows)
         for figure, times in new.mismatches.items():
             self._mismatch.labels(*labels, figure).inc(times)
+        for place, times in new.failures.items():
+            self._failures.labels(*labels, place).inc(times)
+        for place, times in new.failed_requests.items():
+            self._failed.labels(*labels, place).inc(times)
         self._child(self._commits, *labels).inc(new.commits)
         self._child(self._commit_seconds, *labels).inc(new.commit_seconds)
         # A step that began before a switch may report after it.

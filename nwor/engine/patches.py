@@ -82,6 +82,13 @@ OBJECT_LEDGER = (
         where="nwor.engine.graphs",
     ),
     Patch(
+        target="vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorCudaGraphManager",
+        why="drafters make their graph manager themselves, and their first pass has a graph for mixed steps",
+        how="the manager, freshly made, becomes a subclass that follows the target's choice of a mixed graph",
+        removal="when a drafter takes a graph manager's class from a setting",
+        where="nwor.engine.draft_graphs",
+    ),
+    Patch(
         target="vllm.compilation.cuda_graph.CUDAGraphWrapper",
         why="runner V1 wraps the model in a class that it names itself",
         how="the wrapper becomes a subclass that keeps a second set of graphs",
@@ -109,6 +116,91 @@ OBJECT_LEDGER = (
         how="the object's own method counts them after vLLM's, and then goes",
         removal="when the runner has a hook for outputs that have arrived",
         where="nwor.engine.runner",
+    ),
+)
+
+#: Requests that fail alone, and adapters under a drafter.
+FAULT_LEDGER = (
+    Patch(
+        target="vllm.v1.outputs.AsyncModelRunnerOutput.get_output",
+        why="which requests of a step failed is known to the worker alone until its output is on the host",
+        how="the object's own method adds them to vLLM's result, and then goes",
+        removal="when an output can carry errors of single requests",
+        where="nwor.engine.isolation",
+    ),
+    Patch(
+        target="vllm.v1.structured_output.StructuredOutputManager",
+        why="an exception in one request's grammar ends the engine, and control tokens pass for text",
+        how="the manager becomes a subclass that traces the exception, and masks control tokens",
+        removal="when vLLM ends such a request alone, and no grammar's string matches a control token",
+        where="nwor.engine.grammars",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.propose",
+        why="an exception in drafting ends the engine, and no seam of runner V2 lies before it",
+        how="on the speculator alone; the step goes without drafts",
+        removal="when vLLM goes on without drafts",
+        where="nwor.engine.isolation_v2",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs",
+        why="an exception in one request's log-probabilities ends the engine, in runner V2",
+        how="on the worker alone; requests are tried by themselves",
+        removal="when vLLM ends such a request alone",
+        where="nwor.engine.isolation_v2",
+    ),
+    Patch(
+        target="vllm.lora.layers.base.BaseLayerWithLoRA",
+        why="a drafter's rows do not fit the adapters around layers that it shares: the engine dies",
+        how="the drafter's own references become the layers without their adapters",
+        removal="when vLLM's drafters take them off themselves",
+        where="nwor.engine.adapters",
+    ),
+    Patch(
+        target="vllm.lora.ops.torch_ops.lora_ops.bgmv_shrink",
+        why="on a CPU rows without adapter, index -1, take the last adapter's weights",
+        how="this, bgmv_expand and bgmv_expand_slice get zeros for such rows",
+        removal="when vLLM's CPU operators leave them as they are",
+        where="nwor.engine.adapters",
+    ),
+)
+
+#: What the server exchanges in its own processes; tests/server/test_vllm_faults.py shows what for.
+SERVER_FAULT_LEDGER = (
+    Patch(
+        target="vllm.v1.engine.async_llm.AsyncLLM.generate",
+        why="a stream's parameters are checked after its status went out, and some not at all",
+        how="on the client alone; checks, then calls the original",
+        removal="when vLLM checks before it answers, and refuses what it cannot do under speculation",
+        where="server.admission",
+    ),
+    Patch(
+        target="vllm.v1.engine.output_processor.OutputProcessor",
+        why="aborts are not counted, tokens past a stop string are, and errors have no words",
+        how="the client's own becomes a subclass",
+        removal="when vLLM counts both rightly and carries an error's message",
+        where="server.output_processor",
+    ),
+    Patch(
+        target="vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion",
+        why="echo drops the prompt where token ids are asked for; beam search ignores what it is asked",
+        how="methods of the serving object are wrapped",
+        removal="when vLLM's echo and beam search do as they are asked",
+        where="server.mended_answers",
+    ),
+    Patch(
+        target="vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search",
+        why="a beam runs through end tokens other than the tokenizer's own",
+        how="on the serving objects; log-probabilities of further end tokens are shown as the known one's",
+        removal="when vLLM's beam search takes the model's end tokens",
+        where="server.beam_search",
+    ),
+    Patch(
+        target="vllm.entrypoints.openai.responses.serving.OpenAIServingResponses",
+        why="a stream that its limit cut says that it is complete",
+        how="the last event is exchanged on its way out",
+        removal="when vLLM sends response.incomplete",
+        where="server.mended_answers",
     ),
 )
 
@@ -171,6 +263,13 @@ MENDS_LEDGER = (
         why="vLLM's CPU implementation fills a copy: chance is temperature, top_p and top_k of verify steps",
         how="one that fills outputs of any type; under nwor-server alone",
         removal="when vLLM's implementation fills outputs of any type (a unit test fails on that day)",
+        where="server.cpu_sampling",
+    ),
+    Patch(
+        target="vllm.v1.worker.cpu_model_runner.CPUModelRunner.load_model",
+        why="the drafter gets the target's layers with adapters around them",
+        how="the drafter's own references become the layers without their adapters; under nwor-server alone",
+        removal="when vLLM's drafters take them off themselves",
         where="server.cpu_sampling",
     ),
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from nwor.config import NworConfig
+from nwor.engine.adapters import mend_drafter
 from nwor.engine.attachment import CacheViews
 from nwor.engine.layers import slot_keys, target_layers
 from nwor.engine.plan import StepPlan
@@ -31,6 +32,11 @@ class NworRunner(Base):
     #: Set by subclasses: the attention implementation that takes part, and how its cache looks.
     nwor_backend: Any
     nwor_cache_views: CacheViews
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model and its drafter, which needs no adapters."""
+        super().load_model(*args, **kwargs)
+        mend_drafter(self)
 
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
         """Allocate the cache, then bind the target's layers to it; those of a profiling run stay unbound."""

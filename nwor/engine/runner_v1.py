@@ -9,6 +9,8 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
+from nwor.engine.isolation import send_failures
+from nwor.engine.isolation_v1 import IsolatingRunnerV1
 from nwor.engine.plan import rejected_drafts, takes_over_blocks
 from nwor.engine.runner import NworRunner
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 
-class NworRunnerV1(NworRunner):
+class NworRunnerV1(NworRunner, IsolatingRunnerV1):
     """Mixin before vLLM's V1 runner: opens a window batch before the forward pass, commits after sampling.
 
     The scheduler's own record of draft tokens says which requests verify; nothing is inferred from query
@@ -91,12 +93,14 @@ class NworRunnerV1(NworRunner):
             self._nwor_drop()
             raise
         plan, self._nwor_finished = self._nwor_finished, None
-        if plan is None or output is None:
-            return output
-        if isinstance(output, AsyncModelRunnerOutput):
-            self._nwor_account_on_arrival(output, plan)
-            return output
-        return self._nwor_account(output, output, plan)
+        failures, self._nwor_failures = self._nwor_failures, None
+        if plan is not None and output is not None:
+            if isinstance(output, AsyncModelRunnerOutput):
+                self._nwor_account_on_arrival(output, plan)
+            else:
+                output = self._nwor_account(output, output, plan)
+        # Last: windows of requests that failed are committed and counted like others.
+        return send_failures(output, failures)
 
     def _nwor_sampled(self, output: Any, result: Any) -> Sequence[int]:
         # vLLM has cleared the tokens of requests whose prompt is unfinished; they have no drafts.

@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 
 from nwor.engine.freed import freed_by
+from nwor.engine.isolation import send_failures
+from nwor.engine.isolation_v2 import IsolatingRunnerV2
 from nwor.engine.plan import takes_over_blocks
 from nwor.engine.record import in_flight_of
 from nwor.engine.runner import NworRunner
@@ -20,7 +22,7 @@ else:
     Base = object
 
 
-class NworRunnerV2(NworRunner, Base):
+class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
     """Mixin before vLLM's V2 runner: opens a window batch before the forward pass, commits after sampling.
 
     The window batch is opened once a step's inputs are on the device. The batch is sorted with verifying
@@ -30,6 +32,12 @@ class NworRunnerV2(NworRunner, Base):
     """
 
     _nwor_early: bool = False
+
+    def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
+        """Allocate the cache and bind the layers; from then on a drafter that fails ends nothing."""
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
+        if not is_profiling:
+            self._nwor_isolate_objects()
 
     def finish_requests(self, scheduler_output: Any) -> None:
         """Commit what this step has to find in the cache, then free the requests that have ended.
@@ -93,9 +101,11 @@ class NworRunnerV2(NworRunner, Base):
                 self._nwor_expect_counts()
             return output
         plan, self._nwor_finished = self._nwor_finished, None
+        failures, self._nwor_failures = self._nwor_failures, None
         if plan is not None and output is not None:
             self._nwor_account_on_arrival(output, plan)
-        return output
+        # Last: windows of requests that failed are committed and counted like others.
+        return send_failures(output, failures)
 
     def _nwor_expect_counts(self) -> None:
         handler = self.pp_handler

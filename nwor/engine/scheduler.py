@@ -23,8 +23,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from nwor.engine.figures import EngineFigures, EngineStats, RequestFigures
 from nwor.engine.freed import FreedRequests, freed_by
+from nwor.engine.isolation import StepFailures
 from nwor.engine.lean_scheduling import LeanScheduling
 from nwor.engine.record import announce, announce_fast_paths, record_of
+from nwor.engine.request_failures import RequestFailures
 from nwor.engine.window_table import WindowTable
 from nwor.tally import RankFacts, StepRecord, WindowKind, add_bytes
 
@@ -40,7 +42,7 @@ _Waiting = tuple[StepRecord, frozenset[str]]
 _NONE: frozenset[str] = frozenset()
 
 
-class NworScheduling(Scheduler):
+class NworScheduling(RequestFailures):
     """Mixin before a scheduler class of an engine that asked for NWOR."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -106,18 +108,30 @@ class NworScheduling(Scheduler):
             self._nwor_verified = None
         return answers
 
+    def failures_counted(self, failures: StepFailures, counted: bool) -> None:
+        """Count what failed in a step."""
+        self._nwor_due = True
+        for place, times in failures.events.items():
+            self._nwor_new.failures[place] = self._nwor_new.failures.get(place, 0) + times
+        for place, _ in failures.requests.values():
+            self._nwor_new.failed_requests[place] = self._nwor_new.failed_requests.get(place, 0) + 1
+        if self._nwor_verified and failures.requests and not counted:
+            # vLLM gets none of what they sampled in this step, whose record is the last that waits.
+            record, thrown_away = self._nwor_waiting[-1]
+            self._nwor_waiting[-1] = record, thrown_away | failures.requests.keys()
+            self._nwor_partial.update(record.windows.keys() & failures.requests.keys())
+
     def _nwor_take(self, record: StepRecord) -> None:
         """Keep a step's record until somebody asks; what is true of its requests only now is noted."""
-        waiting = self._nwor_waiting
-        waiting.append((record, self._nwor_thrown_away(record) if self._nwor_stale else _NONE))
+        if len(self._nwor_waiting) >= MOST_WAITING:
+            self._nwor_fold()
+        self._nwor_waiting.append((record, self._nwor_thrown_away(record) if self._nwor_stale else _NONE))
         self._nwor_latest = record
         if record.facts is not self._nwor_facts:
             self._nwor_due = self._nwor_due or record.facts != self._nwor_facts
             self._nwor_facts = record.facts
         if record.facts.earlier is not None or record.treatment.copied_bytes:
             self._nwor_take_extra(record)
-        if len(waiting) >= MOST_WAITING:
-            self._nwor_fold()
 
     def _nwor_thrown_away(self, record: StepRecord) -> frozenset[str]:
         thrown_away = []

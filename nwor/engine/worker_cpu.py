@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from nwor.engine.adapters import mend_cpu_operators
 from nwor.engine.patches import apply_cpu_runner_patch, apply_cpu_runner_v2_patch
 from nwor.engine.worker import NworWorkerMixin
 
@@ -19,4 +20,6 @@ class NworCPUWorker(NworWorkerMixin, CPUWorker):  # type: ignore[misc]
             apply_cpu_runner_v2_patch()
         else:
             apply_cpu_runner_patch()
+        if self.vllm_config.lora_config is not None:
+            mend_cpu_operators()
         super().init_device()

@@ -14,7 +14,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.skipif(AHEAD, reason="runs only be
 
 
 @pytest.mark.parametrize(
-    "file", ["test_exactness_cpu.py", "test_faults_cpu.py", "test_switches_cpu.py", "test_mixed_steps_cpu.py"]
+    "file",
+    [
+        "test_exactness_cpu.py",
+        "test_faults_cpu.py",
+        "test_isolation_cpu.py",
+        "test_switches_cpu.py",
+        "test_mixed_steps_cpu.py",
+    ],
 )
 def test_on_model_runner_v1_with_steps_ahead(file: str) -> None:
     run_again(file, "v1-ahead", "pytest")

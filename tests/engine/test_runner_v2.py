@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.skipif(V2, reason="runs only besid
         "test_lean_greedy_cpu.py",
         "test_exactness_cpu.py",
         "test_faults_cpu.py",
+        "test_isolation_cpu.py",
         "test_switches_cpu.py",
         "test_features_cpu.py",
         "test_mixed_steps_cpu.py",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.server_process import DEMO_MODEL, ServerProcess
@@ -100,19 +101,26 @@ def test_sigterm_drains_then_aborts(start_server: Callable[..., ServerProcess], 
     assert [reason for reason in ends if reason] == ["abort"] * 48
 
 
-def test_sigterm_before_ready_ends_server_and_engine(
-    start_server: Callable[..., ServerProcess], tmp_path: Path
+@pytest.mark.parametrize("moment", ["a worker has begun", "the model is loaded"])
+def test_sigterm_before_ready_ends_server_engine_and_workers(
+    start_server: Callable[..., ServerProcess], tmp_path: Path, moment: str
 ) -> None:
     admin = tmp_path / "admin"
     server = start_server("--demo", "--admin-api-key", "key", "--admin-uds", str(admin), wait=False)
-    wait_until(lambda: "Loading safetensors" in server.log, 120, "the engine loads the model")
-    engine = server.engine_pid()
+    below: set[int] = set()
+
+    def has_come() -> bool:
+        below.update(child.pid for child in psutil.Process(server.process.pid).children(recursive=True))
+        # An engine, its worker, and what Python's multiprocessing runs beside them.
+        return len(below) >= 3 if moment == "a worker has begun" else "Loading safetensors" in server.log
+
+    wait_until(has_come, 120, moment, every=0.02)
     assert admin.is_socket()
     server.process.send_signal(signal.SIGTERM)
     assert server.wait(30) == 128 + signal.SIGTERM
     assert not admin.exists()
     assert "stopped before it was ready" in server.log
-    wait_until(lambda: not is_running(engine), 10, "the engine's process is gone")
+    wait_until(lambda: not any(map(is_running, below)), 2, "no process below the server's is left")
 
 
 def is_running(pid: int) -> bool:

@@ -62,7 +62,9 @@ class StockRunner:
 
     def __init__(self, toy: ToyLayers, *, ahead: bool) -> None:
         self.toy, self.ahead, self.nwor = toy, ahead, toy.rank
-        self.input_batch = SimpleNamespace(req_ids=list(REQUESTS), vocab_size=VOCABULARY)
+        self.input_batch = SimpleNamespace(req_ids=list(REQUESTS), vocab_size=VOCABULARY, generators={})
+        self.execute_model_state = SimpleNamespace()
+        self.parallel_config = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
         self.kv_cache_config = SimpleNamespace(
             kv_cache_groups=[SimpleNamespace(layer_names=["draft", *toy.names])]
         )

@@ -19,6 +19,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from nwor.engine import scheduler as module
 from nwor.engine.figures import RequestFigures
+from nwor.engine.isolation import StepFailures
 from nwor.engine.scheduler import EVERY, MOST_WAITING, NworScheduling
 from nwor.tally import EarlierStages, RankFacts, StepRecord, Treatment
 from server.scheduler import _NworReporting
@@ -40,6 +41,7 @@ class Engine:
     def __init__(self, cls: type = NworScheduling, **changes: Any) -> None:
         self.now, self.windows, self.sent, self.facts = 0.0, 0, [], FACTS
         self.stages, self.copied_bytes = 1, 0
+        self.failed: dict[str, Any] = {}
         vars(self).update(changes)
         self.ending: dict[str, int] = {}
         self.miscounted = 0
@@ -51,7 +53,9 @@ class Engine:
                 Request(
                     request_id=name,
                     spec_decode_metrics=RequestSpecDecodeMetrics.new(DRAFTS),
-                    sampling_params=SimpleNamespace(stop=stop),
+                    sampling_params=SimpleNamespace(
+                        stop=stop, allowed_token_ids=None, bad_words_token_ids=None
+                    ),
                     num_stale_output_tokens=0,
                     drop_stale_output=False,
                     num_preemptions=0,
@@ -71,7 +75,8 @@ class Engine:
         sampled = np.array([1 + count for count in accepted.values()], np.int32).tobytes()
         record = StepRecord(list(accepted), treatment, sampled, self.facts, self.windows, 1, 0.5)
         self.ends, self.accepted = ends, accepted
-        answers = self.scheduler.update_from_output(None, SimpleNamespace(nwor=record if accepted else None))
+        result = SimpleNamespace(nwor=record if accepted else None, **self.failed)
+        answers = self.scheduler.update_from_output(None, result)
         figures = getattr(answers[0].scheduler_stats, "nwor", None)
         if figures is not None:
             self.sent.append(figures)
@@ -100,6 +105,7 @@ class Engine:
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(self: Any, engine: Engine) -> None:
         self.engine, self.requests, self.running, self.log_stats = engine, {}, [], True
+        self.structured_output_manager, self.grammar_compile_error_reqs = None, set()
         parallel = SimpleNamespace(pipeline_parallel_size=engine.stages)
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: engine.now))
@@ -118,6 +124,11 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
             request = self.requests.get(name)
             if request is None or request.is_finished():
                 continue
+            if name in self.grammar_compile_error_reqs:
+                request.status = RequestStatus.FINISHED_ERROR
+                self._free_request(request)
+                self.running.remove(request)
+                continue
             if request.num_stale_output_tokens > 0:
                 request.num_stale_output_tokens -= 1
                 if request.drop_stale_output:
@@ -132,7 +143,9 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
                     self.running.remove(request)
             outputs.append(
                 SimpleNamespace(
-                    request_id=name, spec_decode_metrics=request.spec_decode_metrics if ended else None
+                    request_id=name,
+                    finish_reason=None,
+                    spec_decode_metrics=request.spec_decode_metrics if ended else None,
                 )
             )
         stats.num_accepted_tokens += self.engine.miscounted
@@ -176,6 +189,29 @@ def kinds(*accepted: int) -> dict[Any, int]:
     for count in accepted:
         found["stage", "", DRAFTS, count] = found.get(("stage", "", DRAFTS, count), 0) + 1
     return found
+
+
+def test_what_a_request_sampled_in_the_step_that_it_failed_in_is_compared_with_nothing() -> None:
+    """vLLM gets none of its tokens, while the worker has accepted drafts."""
+    engine = Engine()
+    engine.add("a", "b")
+    engine.step({"a": 2, "b": 1})
+    failures = StepFailures({"b": ("constraints", "")}, {"constraints": 1})
+    engine.failed = {
+        "nwor_failed": failures,
+        "req_id_to_index": {"a": 0, "b": 1},
+        "sampled_token_ids": [[1, 2], [3, 4, 5, 6]],
+        "prompt_logprobs_dict": {},
+        "prompt_token_id_logprobs_dict": {},
+    }
+    engine.step({"a": 1, "b": 3})
+    engine.failed = {}
+    engine.step({"a": 4}, ends=["a"])
+    engine.step({}, seconds=1)
+    assert engine.mismatches() == {}
+    assert engine.total("finished_windows") == 5
+    assert engine.kinds() == {2: 1, 1: 2, 3: 1, 4: 1}
+    assert [figures.failed_requests for figures in engine.sent if figures.failures] == [{"constraints": 1}]
 
 
 def test_the_last_output_has_all_of_a_requests_figures() -> None:

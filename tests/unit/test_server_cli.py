@@ -42,6 +42,7 @@ def test_our_flags_stand_in_a_group_of_their_own() -> None:
         "speculative_method",
         "drain_timeout",
         "max_body_size",
+        "max_grammar_size",
     ]
 
 
@@ -51,6 +52,7 @@ def test_our_flags_stand_in_a_group_of_their_own() -> None:
         (["--demo", "--api-server-count", "0"], "leaves nobody to serve HTTP"),
         (["--demo", "--headless"], "vllm serve --headless"),
         (["--demo", "--grpc"], "--grpc is not supported"),
+        (["--demo", "--shutdown-timeout", "5"], "--drain-timeout"),
         (["--demo", "--enable-auto-tool-choice"], "--tool-call-parser"),
         (["--demo", "--no-such-thing"], "unknown flag --no-such-thing"),
         (["--demo", "--port", "abc"], "--port"),

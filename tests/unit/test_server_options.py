@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from server.options import (
     parse_seconds,
     parse_size,
     resolve_models,
+    use_one_grammar_backend,
     use_reporting_scheduler,
 )
 
@@ -80,6 +82,19 @@ def test_without_a_draft_nothing_is_configured() -> None:
     apply_device_defaults(args, "cpu", enforce_eager_given=False)
     assert args.speculative_config is None
     assert args.scheduler_cls is None
+    # vLLM does not start an engine that is asked for figures of a speculation that it has not.
+    assert args.per_request_spec_decode_metrics == "none"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "mode", "expected"),
+    [("auto", "auto", "xgrammar"), ("guidance", "auto", "guidance"), ("auto", "mistral", "auto")],
+)
+def test_one_backend_serves_all_grammars(chosen: str, mode: str, expected: str) -> None:
+    config = SimpleNamespace(backend=chosen)
+    args = parse(MODEL, structured_outputs_config=config, tokenizer_mode=mode)
+    use_one_grammar_backend(args)
+    assert config.backend == expected
 
 
 def test_the_demo_names_model_draft_and_memory() -> None:
