@@ -121,10 +121,10 @@ class _CaptureBothModes(CudaGraphManager):
 
             def forward(cg_mode: CUDAGraphMode) -> None:
                 window = self.nwor.window
-                if cg_mode != CUDAGraphMode.PIECEWISE or window is None or self.mixed.graphs:
-                    forward_fn(
-                        cg_mode
-                    )  # no step that is staged replays pieces where it has a graph of its own
+                # No step that is staged replays pieces of a size that a mixed step's graph serves.
+                served = self.mixed.serves(desc.num_tokens)
+                if cg_mode != CUDAGraphMode.PIECEWISE or window is None or served:
+                    forward_fn(cg_mode)
                     return
                 with window.holding():
                     forward_fn(cg_mode)

@@ -135,6 +135,10 @@ class MixedGraphs:
         """Return whether a graph copies its windows aside."""
         return desc.num_tokens > MOST_KEPT_ROWS
 
+    def serves(self, rows: int) -> bool:
+        """Return whether every step of up to so many rows that is staged runs in one of these graphs."""
+        return any(desc.num_tokens >= rows for desc in self.graphs)
+
     def capture(
         self,
         descs: Sequence[BatchExecutionDescriptor],

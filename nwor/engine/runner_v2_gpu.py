@@ -31,6 +31,9 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
     nwor_cache_views = staticmethod(layer_cache_views)
     #: What the graphs of `stage` are expected to take; set while vLLM finds out what its own do.
     _nwor_expected_bytes: int = 0
+    #: Whether graphs of mixed steps are among those that vLLM captures for their size; why they cannot be.
+    _nwor_profiles_mixed: bool = False
+    _nwor_mixed_failed: str | None = None
 
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
         """Allocate the cache, bind the layers, and take over the graphs before the first is captured."""
@@ -38,8 +41,9 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         state = self.nwor.state
         descs = self._nwor_mixed_descs()
         if is_profiling:
-            # vLLM captures its largest full graphs to learn what all of them take.
-            self.cudagraph_manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])[:0] = descs
+            if descs:  # vLLM captures its largest full graphs to learn what all of them take
+                self.cudagraph_manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])[:0] = descs
+                self._nwor_profiles_mixed = True
         else:
             self.cudagraph_manager = NworCudaGraphManager.adopt(self.cudagraph_manager, self.nwor, descs)
             if descs and self.lora_config is None and self.nwor.mixed is not None:
@@ -56,6 +60,9 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         if not self._nwor_stages():
             state.mixed_graphs_why_not = "nothing is staged"
             return []
+        if self._nwor_mixed_failed is not None:
+            state.mixed_graphs_why_not = self._nwor_mixed_failed
+            return []
         layers = target_layers(self)
         if not state.config.mixed_graph_rows:
             state.mixed_graphs_why_not = "they are off (mixed_graph_rows is 0)"
@@ -64,7 +71,12 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         if state.mixed_graphs_why_not is not None:
             logger.info("mixed steps run piece by piece: %s", state.mixed_graphs_why_not)
             return []
-        most = min(state.config.mixed_graph_rows, config.scheduler_config.max_num_batched_tokens)
+        most = min(
+            state.config.mixed_graph_rows,
+            config.scheduler_config.max_num_batched_tokens,
+            # No step has more, and a capture spreads its rows over as many requests as there may be.
+            self.max_num_reqs * self.max_model_len,
+        )
         return mixed_graphs.descriptors(most, self.max_num_reqs, manager.lora_capture_cases)
 
     def _nwor_stages(self) -> bool:
@@ -81,6 +93,15 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
 
     def profile_cudagraph_memory(self) -> int:
         """Return what all graphs will take, those of ``stage`` too: vLLM leaves it out of the cache."""
+        self._nwor_expected_bytes = 0
+        try:
+            return super().profile_cudagraph_memory() + self._nwor_expected_bytes
+        except Exception as error:
+            if not self._nwor_profiles_mixed:
+                raise
+            logger.exception("mixed steps run piece by piece: a graph of one could not be captured")
+            self._nwor_mixed_failed = f"capture failed: {type(error).__name__}: {error}"
+            self._nwor_profiles_mixed = False
         self._nwor_expected_bytes = 0
         return super().profile_cudagraph_memory() + self._nwor_expected_bytes
 

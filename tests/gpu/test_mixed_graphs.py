@@ -150,7 +150,9 @@ def test_outputs_and_acceptance_are_those_of_off(engine: Any) -> None:
     print(f"log-probabilities differ by {difference:.3f}, outputs part at gaps up to {gap:.3f}")
     assert gap <= (1.2 if fp8 else near_ties.MOST_GAP)
     assert difference <= (4.0 if fp8 else near_ties.MOST_DIFFERENCE)
-    assert sum(step > 1.0 for step in steps) <= 0.01 * len(steps)
+    # Prompts are up to 40 times as long as in test_engine.py, and stock attention rounds the softmax's
+    # weights of an fp8 cache: 1.2% of the steps differed by more than 1 there, on an H100.
+    assert sum(step > 1.0 for step in steps) <= (0.02 if fp8 else 0.01) * len(steps)
     rates = {mode: run["accepted_tokens"] / run["draft_tokens"] for mode, run in runs.items()}
     print(rates)
     spread = (0.5 / runs["off"]["draft_tokens"]) ** 0.5

@@ -136,8 +136,10 @@ def test_the_gpu_runner_notes_what_it_put_in_place(monkeypatch: pytest.MonkeyPat
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(NworRunner, "initialize_kv_cache", lambda *args, **kwargs: None)
     monkeypatch.setattr(
-        runner_v2_gpu.NworCudaGraphManager, "adopt", staticmethod(lambda manager, rank: manager)
+        runner_v2_gpu.NworCudaGraphManager, "adopt", staticmethod(lambda manager, rank, descs: manager)
     )
+    monkeypatch.setattr(runner, "_nwor_mixed_descs", list)
+    monkeypatch.setattr(runner, "_nwor_isolate_objects", lambda: None)
     monkeypatch.setattr(worker_paths, "apply", lambda *args: asked.append(args) or {"launches": None})
     runner.initialize_kv_cache(None, is_profiling=True)
     assert asked == []

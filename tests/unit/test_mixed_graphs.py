@@ -17,8 +17,10 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from nwor.engine import mixed_graphs
+from nwor.engine.graphs import NworCudaGraphManager
 from nwor.engine.mixed_graphs import MixedGraphs, descriptors, graph_sizes
 from nwor.engine.split_step import MOST_SPLIT_ROWS, SplitStep, splits_for
 from nwor.modes import Mode
@@ -173,6 +175,13 @@ def test_only_steps_that_are_staged_take_these_graphs(engine: Engine) -> None:
     assert choose(1, 3, 0) is None
 
 
+def test_pieces_of_larger_steps_are_not_served(engine: Engine) -> None:
+    """vLLM's piecewise graphs beyond the largest of these have to keep their keys and values."""
+    assert [rows for rows in (1, 16, 32, 33, 512) if engine.mixed.serves(rows)] == [1, 16, 32]
+    engine.mixed.clear()
+    assert not engine.mixed.serves(1)
+
+
 def test_sizes_grow_with_the_rows_and_end_at_the_limit() -> None:
     sizes = graph_sizes(2048)
     assert sizes[:9] == [16, 32, 48, 64, 80, 96, 112, 128, 160]
@@ -232,3 +241,19 @@ def test_a_stream_beside_is_not_needed() -> None:
         split.keep("layer", rows, rows)
     split.join()
     assert list(split.sources) == ["layer"]
+
+
+@pytest.mark.parametrize(("rows", "held"), [(16, False), (32, False), (40, True), (512, True)])
+def test_vllms_pieces_keep_what_a_larger_step_leaves(engine: Engine, rows: int, held: bool) -> None:
+    window = engine.rank.window
+    manager = SimpleNamespace(mixed=engine.mixed, nwor=engine.rank)
+    seen: list[bool] = []
+
+    def create(desc: Any, warmup: bool) -> Any:
+        return lambda cg_mode: seen.append(window is not None and window.hold is not None)
+
+    desc = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, rows, None)
+    holding = NworCudaGraphManager._holding(manager, create)  # type: ignore[arg-type]
+    for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
+        holding(desc, False)(mode)
+    assert seen == [False, held]

@@ -132,3 +132,29 @@ def test_an_engine_without_graphs_and_the_real_capture(runner: Any, monkeypatch:
     # What an earlier estimate found does not stay.
     monkeypatch.setattr(GPUModelRunner, "profile_cudagraph_memory", lambda self: 0)
     assert runner.profile_cudagraph_memory() == 0
+
+
+def test_a_mixed_graph_that_cannot_be_captured_ends_no_start(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sizes are measured anew without such graphs, and the report says why there are none."""
+    calls: list[bool] = []
+
+    def profile(self: Any) -> int:
+        calls.append(self._nwor_mixed_failed is None)
+        if self._nwor_mixed_failed is None:
+            self._nwor_profiles_mixed = True
+            raise RuntimeError("no graph")
+        return OWN
+
+    monkeypatch.setattr(GPUModelRunner, "profile_cudagraph_memory", profile)
+    assert runner.profile_cudagraph_memory() == OWN
+    assert calls == [True, False]
+    assert runner._nwor_mixed_descs() == []
+    assert "no graph" in runner.nwor.state.mixed_graphs_why_not
+    assert "piece by piece" in caplog.text
+    # Any other error ends the start, as ever.
+    runner._nwor_mixed_failed = None
+    monkeypatch.setattr(GPUModelRunner, "profile_cudagraph_memory", lambda self: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        runner.profile_cudagraph_memory()
