@@ -121,7 +121,8 @@ class Generator:
             body["seed"] = rng.randint(0, 2**31)
         if "logprob_token_ids" in body:
             body["logprobs"] = 2 if path == "/v1/completions" else True
-        return RandomRequest(path, body, rng.random() < 0.3)
+        # vLLM has no log-probabilities of prompts in streams.
+        return RandomRequest(path, body, rng.random() < 0.3 and "prompt_logprobs" not in body)
 
     def _options(self, path: str) -> dict[str, dict[str, Any]]:
         rng = self._random

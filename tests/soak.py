@@ -35,7 +35,15 @@ FLAGS = (
     *("--demo", "--dtype", "float32", "--host", "127.0.0.1", "--admin-api-key", ADMIN_KEY),
     *("--scheduling-policy", "priority", "--max-num-seqs", "8"),
     # Room for a part of what runs at once.
-    *("--num-gpu-blocks-override", "9", "--max-model-len", "512", "--disable-uvicorn-access-log"),
+    *(
+        "--block-size",
+        "32",
+        "--num-gpu-blocks-override",
+        "20",
+        "--max-model-len",
+        "512",
+        "--disable-uvicorn-access-log",
+    ),
 )
 
 
