@@ -1,4 +1,4 @@
-"""Makes the tables of docs/performance.md and docs/kernels/performance.md from the benchmarks' results.
+"""Makes the tables of README.md and of both pages named performance.md from the benchmarks' results.
 
     python benchmarks/performance.py            # writes the pages
     python benchmarks/performance.py --check    # ends with 1 where a page is not what it would write
@@ -19,6 +19,11 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+if str(HERE.parent) not in sys.path:
+    sys.path.insert(0, str(HERE.parent))
+
+from benchmarks.serving import figures as serving_figures  # noqa: E402
+from benchmarks.serving import report as serving_report  # noqa: E402
 
 
 def _load(folder: str, name: str) -> ModuleType:
@@ -50,7 +55,7 @@ engine_results = _load("engine", "results")
 host_time = _load("engine", "host_time")
 
 DOCS = HERE.parent / "docs"
-PAGES = (DOCS / "performance.md", DOCS / "kernels" / "performance.md")
+PAGES = (HERE.parent / "README.md", DOCS / "performance.md", DOCS / "kernels" / "performance.md")
 TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 #: Files of benchmarks/engine/results and what the page calls their cells.
 ENGINE = (
@@ -264,6 +269,40 @@ def host() -> str:
     return _table(*heads, "NWOR's hooks alone, `stage` - `off`", rows=rows)
 
 
+#: Loads of benchmarks/serving in words.
+_CLIENTS = {"c": "{} client", "p": "{} arrivals/s"}
+
+
+def serving() -> str:
+    """Servers under HTTP load, stock and `stage`."""
+    document = json.loads((HERE / "serving" / "results" / "h100.json").read_text("utf-8"))
+    rows = []
+    for group, loads in serving_report.groups(document).items():
+        for load, records in loads.items():
+            what = _CLIENTS[load[0]].format(load[1:]) + ("s" if load[0] == "c" and load != "c1" else "")
+            closed = serving_figures.compare(records, "stage", "stock", "tokens_s")
+            rows.append(
+                [
+                    group[1].upper(),
+                    what,
+                    str(closed) if load[0] == "c" else "-",  # what comes in goes out
+                    str(serving_figures.compare(records, "stage", "stock", "tpot")),
+                    _both(records, "ttft_ms", 0.5, 0),
+                    _both(records, "ttft_ms", 0.99, 0),
+                    _both(records, "stall_ms", 0.99, 0),
+                    f"{serving_figures.windows(records, 'stage')[0]:.0%}",
+                ]
+            )
+    heads = ("model", "load", "tokens/s, `stage` / stock", "speed per token, `stage` / stock")
+    more = ("first token, ms", "99%, ms", "longest stall, 99%, ms", "windows staged")
+    return _table(*heads, *more, rows=rows)
+
+
+def _both(records: Any, figure: str, share: float, digits: int) -> str:
+    sides = [serving_figures.pooled(records, arm, figure, share) for arm in ("stock", "stage")]
+    return " → ".join(f"{side:.{digits}f}" for side in sides)
+
+
 def _apart(mode: dict[str, Any], base: dict[str, Any]) -> str:
     found = host_time.difference(mode, base)
     assert found is not None
@@ -281,6 +320,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "modes": modes,
     "graphs": graphs,
     "host": host,
+    "serving": serving,
 }
 
 
