@@ -60,7 +60,6 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
             return
         split = binding.window.split
         if split is not None:  # a mixed step's graph is being captured
-            split.fork()
             split.keep(binding.layer.name, key, value)
             super().do_kv_cache_update(layer, key, value, kv_cache, split.slots[binding.layer.name])
             return
@@ -136,6 +135,8 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
     ) -> torch.Tensor:
         """Attend in a graph that serves any split of its rows: windows on one stream, the rest on another."""
         split = binding.window.split
+        # A short request without drafts may stand among the windows, and read what others of the step wrote.
+        split.fork()
         with split.beside():
             binding.attend(
                 query,

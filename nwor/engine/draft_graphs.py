@@ -72,7 +72,8 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
             super().capture(self._splitting(forward_fn, starts), *args, **kwargs)
             self.mixed_graphs = self.graphs
         except Exception:
-            logger.exception("the drafter's first pass over mixed steps runs piece by piece: no graph of it")
+            logger.error("A graph of the drafter's pass could not be captured: set mixed_graph_rows to 0")
+            raise
         finally:
             self.graphs, self._capture_descs = stock, stock_descs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,68 @@ def stageable(desc: BatchExecutionDescriptor, longest_window: int) -> bool:
     )
 
 
+def come_first(
+    mixed: Sequence[BatchExecutionDescriptor],
+    stock: Mapping[CUDAGraphMode, Sequence[BatchExecutionDescriptor]],
+) -> bool:
+    """Return whether graphs of mixed steps are to be captured before vLLM's own.
+
+    The first that is captured sizes what all graphs put their results into, so it has to be the largest.
+    """
+    return mixed[0].num_tokens >= max(
+        (desc.num_tokens for descs in stock.values() for desc in descs), default=0
+    )
+
+
+class _CaptureForSize(CudaGraphManager):
+    """As below, for a manager whose graphs vLLM captures for their size alone."""
+
+    graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
+    _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
+    mixed_descs: list[BatchExecutionDescriptor]
+    _kept: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
+
+    def capture(self, create_forward_fn: ForwardFactory, progress_bar_desc: str = "") -> None:
+        """Capture vLLM's graphs and those of mixed steps, all of which vLLM then takes for its own."""
+        stock = self._capture_descs
+
+        def capture_mixed() -> None:
+            own, self.graphs = self.graphs, {}
+            self._capture_descs = {CUDAGraphMode.FULL: self.mixed_descs}
+            try:
+                super(_CaptureForSize, self).capture(create_forward_fn, f"{progress_bar_desc} (NWOR mixed)")
+            finally:
+                self._kept, self.graphs, self._capture_descs = self.graphs, own, stock
+
+        first = come_first(self.mixed_descs, stock)
+        if first:
+            capture_mixed()
+        super().capture(create_forward_fn, progress_bar_desc)
+        if not first:
+            capture_mixed()
+        full = CUDAGraphMode.FULL
+        self._capture_descs = {**stock, full: [*self.mixed_descs, *stock.get(full, [])]}
+
+
+class ProfiledCudaGraphManager(ModelCudaGraphManager, _CaptureForSize):
+    """vLLM's manager while it finds out what graphs take, those of mixed steps among them."""
+
+    @classmethod
+    def adopt(cls, manager: ModelCudaGraphManager, mixed_descs: Sequence[BatchExecutionDescriptor]) -> None:
+        """Turn vLLM's freshly made manager into this class.
+
+        Args:
+            manager: vLLM's.
+            mixed_descs: the graphs of mixed steps, the largest first; at least one.
+
+        """
+        if type(manager) is not ModelCudaGraphManager:
+            raise TypeError(f"expected vLLM's ModelCudaGraphManager, found {type(manager).__name__}")
+        manager.__class__ = cls
+        assert isinstance(manager, cls)
+        manager.mixed_descs, manager._kept = list(mixed_descs), {}
+
+
 class _CaptureBothModes(CudaGraphManager):
     """Stands behind ModelCudaGraphManager in the method order, where the forward functions pass through."""
 
@@ -55,10 +117,15 @@ class _CaptureBothModes(CudaGraphManager):
         self.mixed.clear()
         self.nwor.state.capture_seconds = 0.0
         self.nwor.state.capture_bytes = 0
-        if self.stage.wanted and self.mixed_descs:
-            # First, for vLLM sizes what all graphs put their results into by the first that it captures.
+        mixed = bool(self.stage.wanted and self.mixed_descs)
+        if self.mixed_descs and not mixed:
+            self.nwor.state.mixed_graphs_why_not = "nothing is staged"
+        first = mixed and come_first(self.mixed_descs, self._capture_descs)
+        if first:
             self._capture_mixed(create_forward_fn, progress_bar_desc)
         super().capture(self._holding(create_forward_fn), progress_bar_desc)
+        if mixed and not first:
+            self._capture_mixed(create_forward_fn, progress_bar_desc)
         self.stage_graphs = {}
         self.stage.clear()
         if not self.stage.wanted:
@@ -84,11 +151,12 @@ class _CaptureBothModes(CudaGraphManager):
         slots, starts = self._step_inputs
         try:
             self.mixed.capture(self.mixed_descs, slots, starts, run)
-        except Exception as error:
-            self.mixed.clear()
-            state.mixed_graphs_why_not = f"capture failed: {type(error).__name__}: {error}"
-            logger.exception("mixed steps run piece by piece: their graphs could not be captured")
-            return
+        except Exception:
+            # Other ranks may have theirs, and vLLM's own capture would go on in the memory of a broken one.
+            logger.error(
+                "A graph of a mixed step could not be captured: set mixed_graph_rows to 0 to do without"
+            )
+            raise
         state.mixed_graphs_why_not = None
         state.capture_seconds = time.perf_counter() - started
         state.capture_bytes = free - torch.cuda.mem_get_info(device)[0]
@@ -204,6 +272,7 @@ class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
         num_ubatches: int = 1,
     ) -> BatchExecutionDescriptor:
         """Return vLLM's choice; in its place a mixed step's graph where that is no uniform decode."""
+        self.mixed.chosen = None
         desc = super().dispatch(
             num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches
         )

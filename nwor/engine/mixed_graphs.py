@@ -265,3 +265,5 @@ class MixedGraphs:
         """Forget all graphs."""
         self.graphs, self._sources, self._by_loras, self._noted = {}, {}, {}, {}
         self.chosen = None
+        self._aside, self._early, self._places = {}, None, None
+        self._rank.state.mixed_graph_rows = 0

@@ -82,6 +82,13 @@ OBJECT_LEDGER = (
         where="nwor.engine.graphs",
     ),
     Patch(
+        target="vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.capture",
+        why="vLLM measures what its graphs take by capturing some, and mixed steps' have to be among them",
+        how="the manager of that measurement, freshly made, becomes a subclass that captures them too",
+        removal="when a plugin can tell what its own graphs take",
+        where="nwor.engine.graphs",
+    ),
+    Patch(
         target="vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorCudaGraphManager",
         why="drafters make their graph manager themselves, and their first pass has a graph for mixed steps",
         how="the manager, freshly made, becomes a subclass that follows the target's choice of a mixed graph",

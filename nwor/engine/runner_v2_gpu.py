@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -12,9 +13,10 @@ from nwor.config import MAX_WINDOW
 from nwor.engine import fast_paths, mixed_graphs
 from nwor.engine.attention_flash import NworFlashAttentionBackend, layer_cache_views
 from nwor.engine.draft_graphs import NworDraftGraphManager
-from nwor.engine.graphs import NworCudaGraphManager, stageable
+from nwor.engine.graphs import NworCudaGraphManager, ProfiledCudaGraphManager, stageable
 from nwor.engine.layers import draft_layers, target_layers
 from nwor.engine.runner_v2 import NworRunnerV2
+from nwor.engine.split_step import MOST_SPLIT_ROWS
 from nwor.engine.stage_set import expected_bytes
 from nwor.engine.support import Unsupported, check_engine, check_graphs, memory_is_reused
 from nwor.modes import Mode
@@ -41,18 +43,32 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         state = self.nwor.state
         descs = self._nwor_mixed_descs()
         if is_profiling:
-            if descs:  # vLLM captures its largest full graphs to learn what all of them take
-                self.cudagraph_manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])[:0] = descs
+            if descs:
+                ProfiledCudaGraphManager.adopt(self.cudagraph_manager, descs)
                 self._nwor_profiles_mixed = True
         else:
             self.cudagraph_manager = NworCudaGraphManager.adopt(self.cudagraph_manager, self.nwor, descs)
-            if descs and self.lora_config is None and self.nwor.mixed is not None:
-                NworDraftGraphManager.adopt(self.speculator, self.nwor.mixed, draft_layers(self))
+            if descs:
+                self._nwor_follow()
             state.fast_paths.note(
                 fast_paths.apply(
                     state.config, self.speculator, self.rejection_sampler, self.max_num_reqs, self.device
                 )
             )
+
+    def _nwor_follow(self) -> None:
+        """Have the drafter's first pass run in graphs of the target's sizes, or in vLLM's where those do."""
+        mixed = self.nwor.mixed
+        assert mixed is not None
+        if self.lora_config is None and NworDraftGraphManager.adopt(
+            self.speculator, mixed, draft_layers(self)
+        ):
+            return
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        if mode.mixed_mode() == CUDAGraphMode.FULL:
+            # A full graph of vLLM's would read a schedule that was made for the target's number of requests.
+            self.cudagraph_manager.mixed_descs = []
+            self.nwor.state.mixed_graphs_why_not = "the drafter has full graphs of its own for mixed steps"
 
     def _nwor_mixed_descs(self) -> list[Any]:
         """Return vLLM's names of the graphs of mixed steps to capture, the largest first."""
@@ -77,7 +93,12 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             # No step has more, and a capture spreads its rows over as many requests as there may be.
             self.max_num_reqs * self.max_model_len,
         )
-        return mixed_graphs.descriptors(most, self.max_num_reqs, manager.lora_capture_cases)
+        descs = mixed_graphs.descriptors(most, self.max_num_reqs, manager.lora_capture_cases)
+        if not descs:
+            state.mixed_graphs_why_not = (
+                f"no step has the {mixed_graphs.graph_sizes(64)[0]} rows of the smallest"
+            )
+        return descs
 
     def _nwor_stages(self) -> bool:
         """Return whether this engine's graphs may ever be those of ``stage``."""
@@ -97,7 +118,9 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         try:
             return super().profile_cudagraph_memory() + self._nwor_expected_bytes
         except Exception as error:
-            if not self._nwor_profiles_mixed:
+            # Without memory on one rank alone, its peers would go on with what it gives up.
+            alone = self.parallel_config.tensor_parallel_size == 1
+            if not self._nwor_profiles_mixed or (isinstance(error, torch.OutOfMemoryError) and not alone):
                 raise
             logger.exception("mixed steps run piece by piece: a graph of one could not be captured")
             self._nwor_mixed_failed = f"capture failed: {type(error).__name__}: {error}"
@@ -121,19 +144,23 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             return 0
         descs = manager._capture_descs.get(CUDAGraphMode.FULL, [])
         rows = [desc.num_tokens for desc in descs if stageable(desc, rank.longest_window)]
-        elements = kv_elements = 0
+        elements = kv_elements = query_elements = 0
         for layer in target_layers(self).values():
             impl = getattr(layer, "impl", None)  # a layer without one is refused when the cache is there
             if impl is not None:
                 # Values are a view of what one product made for queries, keys and values, and keep all of it.
                 elements += (impl.num_heads + 2 * impl.num_kv_heads) * impl.head_size
                 kv_elements += 2 * impl.num_kv_heads * impl.head_size
+                query_elements = max(query_elements, impl.num_heads * impl.head_size)
         itemsize = self.model_config.dtype.itemsize
         taken = expected_bytes(rows, manager._capture_mem_samples or [], elements * itemsize)
         mixed = [desc.num_tokens for desc in self._nwor_mixed_descs()]
         if mixed:
             # Their activations are among what vLLM has just measured; what they keep is not.
-            kept = max(size for size in mixed if size <= mixed_graphs.MOST_KEPT_ROWS)
+            kept = max((size for size in mixed if size <= mixed_graphs.MOST_KEPT_ROWS), default=0)
             taken += max(0, kept - max(rows, default=0)) * elements * itemsize
-            taken += min(rank.most_window_rows, mixed[0]) * kv_elements * itemsize
+            if mixed[0] > mixed_graphs.MOST_KEPT_ROWS:
+                taken += min(rank.most_window_rows, mixed[0]) * kv_elements * itemsize
+            # FlashAttention's partial results, in float32; vLLM measured graphs that do not split.
+            taken += MOST_SPLIT_ROWS * query_elements * 4
         return taken

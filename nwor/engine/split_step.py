@@ -57,7 +57,7 @@ class SplitStep:
     _schedules: dict[Hashable, Any] = field(default_factory=dict)
 
     def fork(self) -> None:
-        """Let the windows' stream see what the pass has made so far."""
+        """Let the windows' stream see what the pass has made and written so far."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
 
@@ -88,6 +88,7 @@ class SplitStep:
             self.sources[name] = key, value
             return
         own_key, own_value = self.sources[name] = self.aside[name]
+        self.fork()
         with self.beside():
             ops.stage_window([key], [value], [own_key], [own_value], self.window_starts[-1:], validate=False)
 

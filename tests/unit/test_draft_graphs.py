@@ -85,7 +85,7 @@ def test_the_choice_follows_the_target(monkeypatch: pytest.MonkeyPatch, manager:
     assert set(manager.graphs) == {UNIFORM}
 
 
-def test_a_failed_capture_leaves_vllms_own_graphs(
+def test_a_failed_capture_ends_the_start(
     monkeypatch: pytest.MonkeyPatch, manager: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[int] = []
@@ -96,10 +96,10 @@ def test_a_failed_capture_leaves_vllms_own_graphs(
             raise RuntimeError("no memory")
 
     monkeypatch.setattr(SpeculatorCudaGraphManager, "capture", capture)
-    manager.capture(None, None, SimpleNamespace(query_start_loc=torch.zeros(6)), progress_bar_desc="own")
-    assert manager.mixed_graphs == {}
+    with pytest.raises(RuntimeError, match="no memory"):
+        manager.capture(None, None, SimpleNamespace(query_start_loc=torch.zeros(6)), progress_bar_desc="own")
     assert set(manager.graphs) == {UNIFORM}
-    assert "piece by piece" in caplog.text
+    assert "set mixed_graph_rows to 0" in caplog.text
 
 
 @pytest.mark.parametrize("version", [2, None])

@@ -1,0 +1,125 @@
+"""Claim: of all graphs the largest is captured first, and vLLM's estimate of them covers mixed steps'.
+
+Coverage: vLLM's managers with its capture stood in for: mixed graphs larger and smaller than vLLM's own, in
+the real capture and in the one for sizes; engines in which nothing is staged; a capture that fails.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+    ModelCudaGraphManager,
+)
+
+from nwor.engine.graphs import (
+    NworCudaGraphManager,
+    ProfiledCudaGraphManager,
+    _CaptureBothModes,
+    _CaptureForSize,
+)
+from nwor.engine.mixed_graphs import descriptors
+from tests.unit.toy_layers import ToyLayers
+
+UNIFORM = BatchExecutionDescriptor(CUDAGraphMode.FULL, 12, 3, uniform_token_count=4)
+
+
+class Captures:
+    """What vLLM's capture was asked for, in order: the largest batch of each call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        self.fails_at = 0
+
+        def capture(manager: Any, create: Any, what: str = "") -> None:
+            descs = [desc for of_mode in manager._capture_descs.values() for desc in of_mode]
+            self.sizes.append(max(desc.num_tokens for desc in descs))
+            if self.sizes[-1] == self.fails_at:
+                raise RuntimeError("no memory")
+            for desc in descs:
+                if desc.cg_mode is CUDAGraphMode.FULL:
+                    assert desc not in manager.graphs
+                    manager.graphs[desc] = object()
+
+        monkeypatch.setattr(CudaGraphManager, "capture", capture)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 0))
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    return Captures(monkeypatch)
+
+
+def stock(pieces: int) -> Any:
+    manager = object.__new__(ModelCudaGraphManager)
+    manager.graphs = {}
+    manager._capture_descs = {
+        CUDAGraphMode.FULL: [UNIFORM],
+        CUDAGraphMode.PIECEWISE: [BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, pieces, None)],
+    }
+    manager._max_full_descs_to_capture = None
+    return manager
+
+
+@pytest.mark.parametrize(("pieces", "order"), [(32, [64, 32]), (64, [64, 64]), (512, [512, 64])])
+def test_vllms_estimate_covers_mixed_graphs(captures: Captures, pieces: int, order: list[int]) -> None:
+    manager, mixed = stock(pieces), descriptors(64, 4, [0])
+    before = dict(manager._capture_descs)
+    ProfiledCudaGraphManager.adopt(manager, mixed)
+    _CaptureForSize.capture(manager, lambda *_: None)
+    assert captures.sizes == order
+    assert manager._capture_descs == before | {CUDAGraphMode.FULL: [*mixed, UNIFORM]}
+    assert set(manager.graphs) == {UNIFORM}
+    assert set(manager._kept) == set(mixed)  # alive until vLLM has measured all
+
+
+def adopted(pieces: int) -> Any:
+    toy = ToyLayers()
+    toy.rank.vllm_config.compilation_config = SimpleNamespace()
+    manager = NworCudaGraphManager.adopt(stock(pieces), toy.rank, descriptors(64, 4, [0]))
+    manager._step_inputs = torch.zeros(1, 64, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)
+    return manager
+
+
+@pytest.mark.parametrize(("pieces", "order"), [(32, [64, 32, 12]), (512, [512, 64, 12])])
+def test_the_largest_comes_first(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch, pieces: int, order: list[int]
+) -> None:
+    manager = adopted(pieces)
+    window = manager.nwor.window
+    monkeypatch.setattr(window, "captured", lambda sources: sources)
+    monkeypatch.setattr(type(manager.stage), "wanted", property(lambda self: True))
+    _CaptureBothModes.capture(manager, lambda *_: None)
+    assert captures.sizes == order
+    assert set(manager.graphs) == {UNIFORM}
+    assert set(manager.mixed.graphs) == set(manager.mixed_descs)
+    assert manager.nwor.state.mixed_graphs_why_not is None
+    assert manager.nwor.state.mixed_graph_rows == 64
+
+
+def test_no_mixed_graphs_where_nothing_is_staged(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = adopted(32)
+    monkeypatch.setattr(type(manager.stage), "wanted", property(lambda self: False))
+    _CaptureBothModes.capture(manager, lambda *_: None)
+    assert captures.sizes == [32]
+    assert manager.nwor.state.report()["mixed_graphs"]["why_not"] == "nothing is staged"
+
+
+def test_a_failed_capture_ends_the_start_and_says_what_to_do(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = adopted(32)
+    monkeypatch.setattr(type(manager.stage), "wanted", property(lambda self: True))
+    captures.fails_at = 64
+    with pytest.raises(RuntimeError, match="no memory"):
+        _CaptureBothModes.capture(manager, lambda *_: None)
+    assert "set mixed_graph_rows to 0" in caplog.text
