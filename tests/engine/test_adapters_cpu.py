@@ -45,11 +45,10 @@ def test_adapters_and_base_requests_in_one_batch(make: Any, tmp_path: Path) -> N
 
     adapter = LoRARequest("adapter", 1, adapters.write(tmp_path / "adapter"))
     settings = {"enable_lora": True, "max_loras": 2, "max_num_seqs": 8, "enable_prefix_caching": False}
-    alone = make("alone", speculative_config=None, **settings)
+    alone = make(speculative_config=None, **settings)
     base, adapted = _tokens(alone, [None] * 4), _tokens(alone, [adapter] * 4)
     assert all(one != other for one, other in zip(base, adapted, strict=True))
     llm = make(
-        "both",
         worker_extension_cls="tests.engine.cache_probe.CacheProbe",
         **settings,
     )

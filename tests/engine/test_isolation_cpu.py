@@ -27,7 +27,6 @@ NEW_TOKENS = 4 if V2 else 12
 def engine() -> Iterator[Any]:
     with engines.one_at_a_time() as make:
         yield make(
-            "isolated",
             max_num_seqs=16,
             worker_extension_cls="tests.engine.cache_probe.CacheProbe",
             structured_outputs_config={"backend": "xgrammar"},
