@@ -8,14 +8,13 @@ import difflib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from nwor.version import __version__
 from server import environment
 from server.checks import check_port, prescan
-from server.descendants import end_descendants
 from server.errors import StartupError, UsageError
 from server.models import is_local
 from server.nwor_options import DEFAULT_ADMIN_HOST, add_nwor_options, admin_is_separate, resolve_nwor
@@ -161,8 +160,11 @@ def _run(args: argparse.Namespace) -> int:
     import uvloop
     from vllm.entrypoints.launchers.launcher import setup_server
 
+    # Not at the top: the commands that start no engine need the standard library alone.
+    from server.descendants import end_descendants
+
     # Until the event loop has handlers of its own.
-    signal.signal(signal.SIGTERM, partial(_interrupt, args))
+    signal.signal(signal.SIGTERM, partial(_interrupt, args, end_descendants))
     try:
         address, sock = setup_server(args, reuse_port=False)
     except (KeyError, OSError) as error:
@@ -192,7 +194,7 @@ def _run(args: argparse.Namespace) -> int:
             os.unlink(args.uds)
 
 
-def _interrupt(args: argparse.Namespace, *_: object) -> NoReturn:
+def _interrupt(args: argparse.Namespace, end_descendants: Callable[[float], None], *_: object) -> NoReturn:
     """End a start-up at once: an exception would get lost in what the event loop is in the middle of."""
     print(f"{PROG}: stopped before it was ready", file=sys.stderr, flush=True)
     end_descendants(_CHILD_SECONDS)

@@ -27,6 +27,7 @@ def count(**given: Any) -> int:
         "data_parallel_rank",
         "data_parallel_start_rank",
         "data_parallel_size_local",
+        "shutdown_timeout",
     )
     defaults = {**dict.fromkeys(names, False), **dict.fromkeys(absent), "data_parallel_size": 1}
     args = argparse.Namespace(**{**defaults, **given})
