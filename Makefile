@@ -13,8 +13,6 @@ PORT   ?= 8000
 # More flags for the server (`make serve ARGS="--api-key secret"`) or for pytest (`make test TESTS=tests/unit`).
 ARGS   ?=
 TESTS  ?= tests
-# Tests that run side by side: a file's stay together, for they share engines and servers.
-JOBS   ?= 2
 
 # torch's CPU build: found by pip as it is configured, else on PyTorch's own index.
 TORCH_CPU       ?= torch==2.13.0+cpu
@@ -55,7 +53,7 @@ serve: setup
 	$(PY) -m server --demo --host $(HOST) --port $(PORT) $(ARGS)
 
 test: setup-dev
-	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations 10 -rs $(TESTS)
+	$(PY) -m pytest --durations 10 -rs $(TESTS)
 
 # Everything that shows a build to be right and fast on GPUs, with a record of it: see docs/release.md.
 test-gpu:

@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.skipif(AHEAD, reason="runs only be
     [
         "test_exactness_cpu.py",
         "test_faults_cpu.py",
-        "test_isolation_cpu.py",
         "test_switches_cpu.py",
         "test_mixed_steps_cpu.py",
     ],
