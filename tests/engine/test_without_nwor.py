@@ -2,8 +2,8 @@
 
 Coverage: the command line of the demo on the CPU, in an interpreter of its own: the objects of a running
 engine, and every class, function and module of vLLM's that the process has loaded.
-Tolerance: what docs/operations.md names: on CPUs two mends of sampling, and where the package is installed
-the gate that looks for NWOR's settings. That the mends are found shows that the look works.
+Tolerance: what docs/operations.md names: on CPUs the mends of sampling and adapters, and where the package is
+installed the gate that looks for NWOR's settings. That the mends are found shows that the look works.
 """
 
 from __future__ import annotations
@@ -23,9 +23,17 @@ pytestmark = pytest.mark.engine
 
 #: What is ours in an engine without NWOR, by what it is in the place of.
 MENDS = {
-    "vllm.v1.worker.cpu_model_runner.CPUModelRunner._sample": "nwor.engine.cpu_generators",
+    # Around that of nwor.engine.cpu_generators.
+    "vllm.v1.worker.cpu_model_runner.CPUModelRunner._sample": "server.cpu_sampling",
+    "vllm.v1.worker.cpu_model_runner.CPUModelRunner.load_model": "server.cpu_sampling",
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner._bookkeeping_sync": "nwor.engine.cpu_generators",
     "vllm.utils.cpu_triton_utils._expand_kernel_impl": "server.cpu_sampling",
+    # Adapters on a CPU: where the operators are defined, and where they are called from.
+    **{
+        f"vllm.lora.{module}.{name}": "nwor.engine.adapters"
+        for module in ("ops.torch_ops.lora_ops", "punica_wrapper.punica_cpu")
+        for name in ("bgmv_expand", "bgmv_expand_slice", "bgmv_shrink")
+    },
 }
 #: Calls vLLM's own, and finds that nobody asked for NWOR.
 GATE = "vllm.platforms.cpu.CpuPlatform.check_and_update_config"
