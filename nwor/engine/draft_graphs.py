@@ -17,7 +17,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
-from nwor.engine.mixed_graphs import MixedGraphs
+from nwor.engine.mixed_graphs import MixedGraphs, other_graphs
 from nwor.engine.split_step import SplitStep
 
 logger = logging.getLogger("vllm.nwor.draft_graphs")
@@ -66,16 +66,12 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
             return
         starts = args[1].query_start_loc  # vLLM's input buffers of the target
         kwargs["progress_bar_desc"] = "Capturing prefill CUDA graphs (NWOR mixed)"
-        stock, self.graphs = self.graphs, {}
-        stock_descs, self._capture_descs = self._capture_descs, {CUDAGraphMode.FULL: descs}
         try:
-            super().capture(self._splitting(forward_fn, starts), *args, **kwargs)
-            self.mixed_graphs = self.graphs
+            with other_graphs(self, self.mixed_graphs, descs):
+                super().capture(self._splitting(forward_fn, starts), *args, **kwargs)
         except Exception:
             logger.error("A graph of the drafter's pass could not be captured: set mixed_graph_rows to 0")
             raise
-        finally:
-            self.graphs, self._capture_descs = stock, stock_descs
 
     def _splitting(self, forward_fn: Callable[..., Any], starts: torch.Tensor) -> Callable[..., Any]:
         """Have attention scheduled within each graph, for any lengths."""

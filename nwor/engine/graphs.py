@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     ModelCudaGraphManager,
 )
 
-from nwor.engine.mixed_graphs import MixedGraphs
+from nwor.engine.mixed_graphs import MixedGraphs, other_graphs
 from nwor.engine.stage_set import StageSet
 
 if TYPE_CHECKING:
@@ -51,6 +50,11 @@ def come_first(
     )
 
 
+def _require_stock(manager: object) -> None:
+    if type(manager) is not ModelCudaGraphManager:
+        raise TypeError(f"expected vLLM's ModelCudaGraphManager, found {type(manager).__name__}")
+
+
 class _CaptureForSize(CudaGraphManager):
     """As below, for a manager whose graphs vLLM captures for their size alone."""
 
@@ -64,12 +68,8 @@ class _CaptureForSize(CudaGraphManager):
         stock = self._capture_descs
 
         def capture_mixed() -> None:
-            own, self.graphs = self.graphs, {}
-            self._capture_descs = {CUDAGraphMode.FULL: self.mixed_descs}
-            try:
+            with other_graphs(self, self._kept, self.mixed_descs):
                 super(_CaptureForSize, self).capture(create_forward_fn, f"{progress_bar_desc} (NWOR mixed)")
-            finally:
-                self._kept, self.graphs, self._capture_descs = self.graphs, own, stock
 
         first = come_first(self.mixed_descs, stock)
         if first:
@@ -93,8 +93,7 @@ class ProfiledCudaGraphManager(ModelCudaGraphManager, _CaptureForSize):
             mixed_descs: the graphs of mixed steps, the largest first; at least one.
 
         """
-        if type(manager) is not ModelCudaGraphManager:
-            raise TypeError(f"expected vLLM's ModelCudaGraphManager, found {type(manager).__name__}")
+        _require_stock(manager)
         manager.__class__ = cls
         assert isinstance(manager, cls)
         manager.mixed_descs, manager._kept = list(mixed_descs), {}
@@ -133,18 +132,17 @@ class _CaptureBothModes(CudaGraphManager):
         descs = [desc for desc in self._capture_descs.get(CUDAGraphMode.FULL, []) if self._stageable(desc)]
         if not descs or self._max_full_descs_to_capture is not None:
             return
-        with self.stage.capture(), self._capturing(descs):
+        with self.stage.capture(), other_graphs(self, self.stage_graphs, descs):
             super().capture(self._staging(create_forward_fn), f"{progress_bar_desc} (NWOR stage)")
-            self.stage_graphs = self.graphs
 
     def _capture_mixed(self, create_forward_fn: ForwardFactory, progress_bar_desc: str) -> None:
         def run(wrap: Any) -> dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]:
             def create(desc: BatchExecutionDescriptor, warmup: bool) -> ForwardFn:
                 return wrap(desc, create_forward_fn(desc, warmup), warmup)
 
-            with self._capturing(self.mixed_descs):
+            with other_graphs(self, {}, self.mixed_descs) as graphs:
                 super(_CaptureBothModes, self).capture(create, f"{progress_bar_desc} (NWOR mixed)")
-                return self.graphs
+            return graphs
 
         state, device = self.nwor.state, self.nwor.device
         started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
@@ -167,16 +165,6 @@ class _CaptureBothModes(CudaGraphManager):
             state.capture_seconds,
             state.capture_bytes / (1 << 30),
         )
-
-    @contextmanager
-    def _capturing(self, descs: list[BatchExecutionDescriptor]) -> Iterator[None]:
-        """Have vLLM's own capture make other full graphs than its own within this block."""
-        stock, self.graphs = self.graphs, {}
-        stock_descs, self._capture_descs = self._capture_descs, {CUDAGraphMode.FULL: descs}
-        try:
-            yield
-        finally:
-            self.graphs, self._capture_descs = stock, stock_descs
 
     def _stageable(self, desc: BatchExecutionDescriptor) -> bool:
         return stageable(desc, self.nwor.longest_window)
@@ -238,8 +226,7 @@ class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
             mixed_descs: the graphs of mixed steps to capture, the largest first.
 
         """
-        if type(manager) is not ModelCudaGraphManager:
-            raise TypeError(f"expected vLLM's ModelCudaGraphManager, found {type(manager).__name__}")
+        _require_stock(manager)
         manager.__class__ = cls
         assert isinstance(manager, cls)
         manager.nwor = rank

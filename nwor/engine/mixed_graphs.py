@@ -104,6 +104,28 @@ def why_not(vllm_config: Any, layers: Mapping[str, Any], takes_embeddings: bool)
     return None
 
 
+@contextmanager
+def other_graphs(
+    manager: Any,
+    graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph],
+    descs: Sequence[BatchExecutionDescriptor],
+) -> Iterator[dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]]:
+    """Have one of vLLM's graph managers capture other full graphs than its own within this block.
+
+    Args:
+        manager: vLLM's.
+        graphs: what it adds the graphs to.
+        descs: the graphs to capture.
+
+    """
+    stock = manager.graphs, manager._capture_descs
+    manager.graphs, manager._capture_descs = graphs, {CUDAGraphMode.FULL: descs}
+    try:
+        yield graphs
+    finally:
+        manager.graphs, manager._capture_descs = stock
+
+
 class MixedGraphs:
     """The graphs of one rank, and the choice among them.
 
@@ -121,7 +143,6 @@ class MixedGraphs:
         self.graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph] = {}
         self.chosen: BatchExecutionDescriptor | None = None
         self._by_loras: dict[int, list[BatchExecutionDescriptor]] = {}
-        self._noted: dict[BatchExecutionDescriptor, dict[str, Source]] = {}
         self._sources: dict[BatchExecutionDescriptor, CapturedSources] = {}
         self._aside: dict[str, Source] = {}
         self._rows = torch.zeros(1, dtype=torch.int32, device=rank.device)
@@ -167,18 +188,19 @@ class MixedGraphs:
         if any(map(self.copies, descs)):
             self._aside = window.room(min(rank.most_window_rows, most))
 
+        noted: dict[BatchExecutionDescriptor, dict[str, Source]] = {}
+
         def wrap(desc: BatchExecutionDescriptor, forward_fn: ForwardFn, warmup: bool) -> ForwardFn:
             def forward(cg_mode: CUDAGraphMode) -> None:
                 with self._open(desc, slots, starts) as split:
                     forward_fn(cg_mode)
                     if not warmup:
-                        self._noted[desc] = weak_sources(split.sources)
+                        noted[desc] = weak_sources(split.sources)
 
             return forward
 
         self.graphs = run(wrap)
-        self._sources = {desc: window.captured(sources) for desc, sources in self._noted.items()}
-        self._noted = {}
+        self._sources = {desc: window.captured(sources) for desc, sources in noted.items()}
         by_loras: dict[int, list[BatchExecutionDescriptor]] = {}
         for desc in sorted(self.graphs, key=lambda desc: desc.num_tokens):
             by_loras.setdefault(desc.num_active_loras, []).append(desc)
@@ -263,7 +285,7 @@ class MixedGraphs:
 
     def clear(self) -> None:
         """Forget all graphs."""
-        self.graphs, self._sources, self._by_loras, self._noted = {}, {}, {}, {}
+        self.graphs, self._sources, self._by_loras = {}, {}, {}
         self.chosen = None
         self._aside, self._early, self._places = {}, None, None
         self._rank.state.mixed_graph_rows = 0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import nwor
 from server import demo
 
 #: Bytes that the KV cache may take. With them given vLLM does not measure the GPU's free memory at the start,
@@ -79,3 +82,33 @@ def stage_graphs(llm: Any) -> Any:
     if type(model_runner).__name__.endswith("V1"):
         return model_runner._nwor_graphs.stage
     return model_runner.cudagraph_manager.stage
+
+
+def own_synchronizations(llm: Any, run: Callable[[], Any]) -> list[tuple[str, int]]:
+    """Return the lines of NWOR's that made the host wait for the device in the second of two runs.
+
+    The self-check, which waits, is off meanwhile.
+
+    Args:
+        llm: an engine in this process.
+        run: has it run some steps.
+
+    """
+    config = runner(llm).nwor.state.config
+    interval = config.self_check_interval
+    object.__setattr__(config, "self_check_interval", 0)
+    try:
+        run()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                run()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    finally:
+        object.__setattr__(config, "self_check_interval", interval)
+    calls = [entry for entry in caught if "synchronizing" in str(entry.message)]
+    print(len(calls), "synchronizing calls")
+    ours = str(Path(nwor.__file__).parent)
+    return [(call.filename, call.lineno) for call in calls if call.filename.startswith(ours)]

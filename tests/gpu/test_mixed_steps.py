@@ -8,16 +8,13 @@ KB a row above that of `off`, where five layers' keys and values take 2.5, and t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import nwor
 from nwor.engine.planner import FEW_ROWS
 from tests.gpu import demo_engine
 
@@ -148,20 +145,5 @@ def test_the_most_memory_in_use_is_that_of_off(engine: Any, monkeypatch: pytest.
 
 def test_no_host_synchronization_is_added(engine: Any) -> None:
     """No synchronizing call in these steps comes from a line of NWOR's."""
-    object.__setattr__(_rank(engine).state.config, "self_check_interval", 0)
-    try:
-        _run(engine, "stage", 12)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                _run(engine, "stage", 12)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-    finally:
-        object.__setattr__(_rank(engine).state.config, "self_check_interval", 3)
-    synchronizing = [entry for entry in caught if "synchronizing" in str(entry.message)]
-    print(len(synchronizing), "synchronizing calls")
-    ours = str(Path(nwor.__file__).parent)
-    assert [(call.filename, call.lineno) for call in synchronizing if call.filename.startswith(ours)] == []
+    assert demo_engine.own_synchronizations(engine, lambda: _run(engine, "stage", 12)) == []
     assert engine.collective_rpc("nwor_report")[0]["counts"]["stage_bytes"] > 0

@@ -7,6 +7,8 @@ tests/gpu/test_mixed_steps.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +19,12 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.v1.attention.backends import fa_utils
-from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
+from nwor.engine import split_step
+from nwor.engine.attention_flash import NworFlashAttentionImpl
 from nwor.engine.binding import LayerBinding
-from nwor.engine.split_step import split_views
+from nwor.engine.split_step import SplitStep, split_views
 from tests.unit.toy_layers import ToyLayers
 
 SLOTS = torch.tensor([9, 10, 11, 20, 4, 5, 6, 7, 0, 1, 2])
@@ -135,3 +139,59 @@ def test_slots_of_the_rest_leave_windows_out(toy: ToyLayers) -> None:
     toy.rank.drop()
     _begin(toy)
     assert binding.rest_slots(SLOTS) is not rest
+
+
+class Streams(SplitStep):
+    """Notes, in order, what is launched where, and which launches a stream has waited for."""
+
+    def __init__(self, name: str, aside: bool) -> None:
+        rows = torch.zeros(2, dtype=torch.int32)
+        kept = {name: (torch.zeros(1, 1, 1),) * 2} if aside else None
+        super().__init__(4, rows, rows, {name: SLOTS}, kept, None)
+        self.launched: list[tuple[str, frozenset[str]]] = []
+        self.seen: dict[str, set[str]] = {"main": set(), "beside": set()}
+        self.current = "main"
+
+    def launch(self, what: str) -> None:
+        self.launched.append((what, frozenset(self.seen[self.current])))
+        self.seen[self.current].add(what)
+
+    def fork(self) -> None:
+        self.seen["beside"] |= self.seen["main"]
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self.current = "beside"
+        yield
+        self.current = "main"
+
+    def join(self) -> None:
+        self.seen["main"] |= self.seen["beside"]
+
+
+@pytest.mark.parametrize("aside", [False, True], ids=["kept", "copied"])
+def test_attention_of_a_captured_layer_waits_for_its_writes(
+    toy: ToyLayers, monkeypatch: pytest.MonkeyPatch, aside: bool
+) -> None:
+    """A short request without drafts stands among the windows, and may read what another has just written."""
+    name = toy.names[0]
+    split = toy.window.split = Streams(name, aside)
+    monkeypatch.setattr(split_step.ops, "stage_window", lambda *_, **__: split.launch("copy"))
+    monkeypatch.setattr(FlashAttentionImpl, "do_kv_cache_update", lambda *_: split.launch("write"))
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda *_: split.launch("rest"))
+    monkeypatch.setattr(split, "rest_of", lambda *_: None)
+    impl: Any = object.__new__(NworFlashAttentionImpl)
+    impl.nwor = SimpleNamespace(
+        window=toy.window,
+        layer=toy.window.groups[0].layers[0],
+        attend=lambda *_: split.launch("windows"),
+    )
+    some = torch.zeros(4, 1, 1)
+    impl.do_kv_cache_update(None, some, some, CACHE, SLOTS)
+    impl.forward(None, some, some, some, CACHE, _metadata(), some)
+    split.launch("next")
+    waited = dict(split.launched)
+    assert "write" in waited["windows"]
+    assert "write" in waited["rest"]
+    assert "windows" not in waited["rest"]  # beside each other
+    assert waited["next"] >= {"write", "windows", "rest", *(["copy"] if aside else [])}
