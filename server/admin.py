@@ -24,7 +24,7 @@ from nwor.engine.metrics import NworStatLogger
 from nwor.engine.peers import Peers
 from nwor.engine.support import REASONS
 from nwor.modes import Mode
-from server.http_errors import error_response
+from server.http_errors import error_response, shorten
 from server.nwor_options import ADMIN_KEY_VARIABLE
 
 logger = logging.getLogger("vllm.nwor.admin")
@@ -43,11 +43,6 @@ Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
 _LONGEST_MODE = 40
 
 
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_MODE else f"{text[:_LONGEST_MODE]}..."
-
-
 class ModeChange(BaseModel):
     """Body of PUT /admin/nwor: an object with one field, the mode in any case."""
 
@@ -62,7 +57,7 @@ class ModeChange(BaseModel):
     @classmethod
     def _in_any_case(cls, value: object) -> Mode:
         if not isinstance(value, str):
-            raise ValueError(f"the mode must be a string, not {_shorten(value)}")
+            raise ValueError(f"the mode must be a string, not {shorten(value)}")
         if len(value) > _LONGEST_MODE:
             raise ValueError(f"a mode has at most {_LONGEST_MODE} characters, not {len(value)}")
         return Mode.parse(value)
@@ -302,7 +297,7 @@ def _parse(body: bytes) -> Mode:
         # What is too much comes first: a misspelled field is missing, too.
         error = min(invalid.errors(), key=lambda found: found["type"] != "extra_forbidden")
         if error["type"] == "extra_forbidden":
-            message = f"The request body has an unknown field {_shorten(error['loc'][0])}: {wanted}."
+            message = f"The request body has an unknown field {shorten(error['loc'][0])}: {wanted}."
         elif error["type"] == "missing":
             message = f"The request body has no field 'mode': {wanted}."
         else:

@@ -146,9 +146,10 @@ def _check_references(schema: Any) -> None:
         except ValueError:
             return  # vLLM says so
     reference: Any
+    ending: set[str] = set()
     for reference in _references(schema):
         seen: set[str] = set()
-        while isinstance(reference, str):
+        while isinstance(reference, str) and reference not in ending:
             if reference in seen:
                 raise RefusalError(
                     f"The schema's {reference!r} refers to nothing but itself: give it a type.",
@@ -157,6 +158,8 @@ def _check_references(schema: Any) -> None:
             seen.add(reference)
             target = _resolved(schema, reference)
             reference = target.get("$ref") if isinstance(target, dict) else None
+        # Each is followed once, or a long chain would be from each of its links.
+        ending |= seen
 
 
 def _references(schema: Any) -> Iterator[str]:

@@ -145,11 +145,12 @@ def _describe(error: Any) -> str:
     if error.get("type") == "missing":
         return f"{field}: this field is missing."
     value = error.get("input")
-    shown = f" (got {_shorten(value)})" if isinstance(value, str | int | float | bool | None) else ""
+    shown = f" (got {shorten(value)})" if isinstance(value, str | int | float | bool | None) else ""
     return _sentence(f"{field}: {message}{shown}")
 
 
-def _shorten(value: object) -> str:
+def shorten(value: object) -> str:
+    """Return a client's value as Python writes it, cut where it is long."""
     # Python does not write out integers of any length.
     long = isinstance(value, int) and abs(value) >= 10**_MAX_DIGITS
     text = f"an integer of more than {_MAX_DIGITS} digits" if long else repr(value)

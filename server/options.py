@@ -218,7 +218,7 @@ def use_reporting_scheduler(args: argparse.Namespace) -> None:
     if not speculates(args):
         # There are no figures, and vLLM does not start where somebody asks for them.
         args.per_request_spec_decode_metrics = "none"
-    if speculates(args) and args.per_request_spec_decode_metrics != "none" and args.scheduler_cls is None:
+    elif args.per_request_spec_decode_metrics != "none" and args.scheduler_cls is None:
         args.scheduler_cls = REPORTING_SCHEDULER
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from server.errors import UsageError
-
-#: Set to let clients load LoRA adapters: each into the one process that it reached.
-_RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
 def resolve_processes(args: argparse.Namespace) -> None:
@@ -26,8 +22,10 @@ def resolve_processes(args: argparse.Namespace) -> None:
 
     """
     _refuse_other_launchers(args)
+    from vllm import envs
+
     given = args.api_server_count
-    runtime_lora = os.environ.get(_RUNTIME_LORA, "0").strip().lower() in ("1", "true")
+    runtime_lora = envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
     if given is None:
         args.api_server_count = 1 if runtime_lora else _default_count(args)
         return
@@ -43,8 +41,9 @@ def resolve_processes(args: argparse.Namespace) -> None:
         )
     if given > 1 and runtime_lora:
         raise UsageError(
-            f"--api-server-count {given} cannot be had with {_RUNTIME_LORA}: an adapter that a client loads "
-            "would be known to one process of them; unset it, or name adapters with --lora-modules"
+            f"--api-server-count {given} cannot be had with VLLM_ALLOW_RUNTIME_LORA_UPDATING: an adapter "
+            "that a client loads would be known to one process of them; unset it, or name adapters with "
+            "--lora-modules"
         )
 
 

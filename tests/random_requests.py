@@ -175,11 +175,11 @@ def send(http: httpx.Client, request: RandomRequest, *, stream: bool = False) ->
         return Seen(answer.status_code, str(error.get("message", answer.text)))
     if request.path == "/v1/responses":
         return _read_response(_last_response(answer) if stream else answer.json())
-    return _read_stream(answer, request) if stream else _read_choices(answer.json(), request)
+    return _read_stream(answer) if stream else _read_choices(answer.json())
 
 
 def _last_response(answer: httpx.Response) -> dict[str, Any]:
-    last = _events(answer)[-1]
+    last = events(answer)[-1]
     ends = {"completed": "response.completed", "incomplete": "response.incomplete"}
     response: dict[str, Any] = last["response"]
     assert last["type"] == ends[response["status"]]
@@ -196,7 +196,7 @@ def _read_response(response: dict[str, Any]) -> Seen:
     )
 
 
-def _read_choices(body: dict[str, Any], request: RandomRequest) -> Seen:
+def _read_choices(body: dict[str, Any]) -> Seen:
     choices = []
     for choice in body["choices"]:
         text = choice["text"] if "text" in choice else choice["message"]["content"]
@@ -216,13 +216,13 @@ def _rows(logprobs: dict[str, Any] | None) -> int | None:
     return len(found)
 
 
-def _read_stream(answer: httpx.Response, request: RandomRequest) -> Seen:
+def _read_stream(answer: httpx.Response) -> Seen:
     texts: dict[int, str] = {}
     tokens: dict[int, list[int]] = {}
     ends: dict[int, tuple[Any, Any]] = {}
     rows: dict[int, int | None] = {}
     usage = None
-    for event in _events(answer):
+    for event in events(answer):
         if "error" in event:
             return Seen(event["error"]["code"], event["error"]["message"])
         if event.get("usage"):
@@ -240,5 +240,6 @@ def _read_stream(answer: httpx.Response, request: RandomRequest) -> Seen:
     return Seen(200, choices=choices, usage=usage)
 
 
-def _events(answer: httpx.Response) -> list[dict[str, Any]]:
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Return what a stream sent."""
     return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]

@@ -8,6 +8,7 @@ have them.
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,18 @@ def _take_out(masks: npt.NDArray[np.int32], tokens: frozenset[int]) -> None:
         tokens: ids within the masks.
 
     """
-    bits = masks.view(np.uint32)
-    rows = np.nonzero((masks != -1).any(axis=1))[0]
-    for token in tokens:
-        bits[rows, token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << (token % 32)))
+    words, kept = _words_without(tokens)
+    masks[np.ix_((masks != -1).any(axis=1), words)] &= kept
+
+
+@lru_cache(maxsize=32)
+def _words_without(tokens: frozenset[int]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int32]]:
+    """Return which words of a mask have bits of tokens, and all other bits of those words.
+
+    Some tokenizers have a thousand control tokens, and this is asked for each request in every step.
+    """
+    ids = np.array(sorted(tokens), dtype=np.intp)
+    words, places = np.unique(ids // 32, return_inverse=True)
+    kept = np.full(len(words), 0xFFFFFFFF, dtype=np.uint32)
+    np.bitwise_and.at(kept, places, ~(np.uint32(1) << (ids % 32).astype(np.uint32)))
+    return words, kept.view(np.int32)

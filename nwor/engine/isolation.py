@@ -8,11 +8,12 @@ others go on with what they sampled by themselves. A fault of the device or of s
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.v1.outputs import LogprobsTensors
 
 logger = logging.getLogger("vllm.nwor.isolation")
 
@@ -163,3 +164,64 @@ class FailureLog:
             logger.error(
                 "An exception in the %s of a step; further ones are only counted", place, exc_info=error
             )
+
+
+class Isolating:
+    """Mixin before either model runner: notes what failed in the step that it samples."""
+
+    _nwor_failures: StepFailures | None = None
+    _nwor_failure_log: FailureLog | None = None
+
+    def _nwor_tell(self, place: str, error: Exception, ended: Mapping[str, Exception]) -> None:
+        """Count and log an exception.
+
+        Args:
+            place: one of :data:`PLACES`.
+            error: what was raised for the requests of the step together.
+            ended: what was raised for those by themselves that have to end for it.
+
+        """
+        if self._nwor_failures is None:
+            self._nwor_failures = StepFailures()
+        self._nwor_failures.note(place)
+        for request, own in ended.items():
+            self._nwor_failures.requests[request] = (place, f"{type(own).__name__}: {own}")
+        if self._nwor_failure_log is None:
+            self._nwor_failure_log = FailureLog()
+        self._nwor_failure_log.tell(place, error)
+
+
+def join_logprobs(
+    parts: Sequence[LogprobsTensors | None],
+    firsts: Sequence[int],
+    rows: int,
+    ids_type: torch.dtype,
+    device: torch.device,
+) -> LogprobsTensors | None:
+    """Put log-probabilities of requests, sampled by themselves, where the samplers put those of a batch.
+
+    Args:
+        parts: of each request; None where it has none.
+        firsts: the first row of each request.
+        rows: of all.
+        ids_type: of the tokens' ids.
+        device: where they go.
+
+    Returns:
+        As wide as the widest part; None where no request has any.
+
+    """
+    columns = max((part.logprobs.shape[1] for part in parts if part is not None), default=0)
+    if not columns:
+        return None
+    ids = torch.zeros(rows, columns, dtype=ids_type, device=device)
+    values = torch.full((rows, columns), float("-inf"), dtype=torch.float32, device=device)
+    ranks = torch.zeros(rows, dtype=torch.int64, device=device)
+    for part, first in zip(parts, firsts, strict=True):
+        if part is None:
+            continue
+        length, own = part.logprobs.shape
+        ids[first : first + length, :own] = part.logprob_token_ids
+        values[first : first + length, :own] = part.logprobs
+        ranks[first : first + length] = part.selected_token_ranks
+    return LogprobsTensors(ids, values, ranks)

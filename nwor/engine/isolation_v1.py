@@ -24,7 +24,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
-from nwor.engine.isolation import FailureLog, StepFailures, is_isolable
+from nwor.engine.isolation import Isolating, is_isolable, join_logprobs
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Base
@@ -82,30 +82,17 @@ def minimum_of_last_rows(processors: Any, num_draft_tokens: list[int]) -> Iterat
             processor.logits_slice, processor.restore_logits_slice = logits_slice, restore_slice
 
 
-class IsolatingRunnerV1(Base):
+class IsolatingRunnerV1(Isolating, Base):
     """Mixin before vLLM's V1 runner."""
 
     _nwor_step: Any = None
     _nwor_grammar: GrammarOutput | None = None
-    _nwor_failures: StepFailures | None = None
-    _nwor_failure_log: FailureLog | None = None
     num_prompt_logprobs: dict[str, int]
 
     def _nwor_can_isolate(self, error: BaseException) -> bool:
         parallel = self.parallel_config
         alone = parallel.tensor_parallel_size == 1 and parallel.pipeline_parallel_size == 1
         return alone and self._nwor_step is not None and is_isolable(error)
-
-    def _nwor_note(self, place: str) -> StepFailures:
-        if self._nwor_failures is None:
-            self._nwor_failures = StepFailures()
-        self._nwor_failures.note(place)
-        return self._nwor_failures
-
-    def _nwor_tell(self, place: str, error: Exception) -> None:
-        if self._nwor_failure_log is None:
-            self._nwor_failure_log = FailureLog()
-        self._nwor_failure_log.tell(place, error)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Sample; the grammar's masks are applied where their failure can be traced to a request."""
@@ -139,13 +126,10 @@ class IsolatingRunnerV1(Base):
         except Exception as error:
             if not self._nwor_can_isolate(error):
                 raise
-            failures = self._nwor_note(place)
             for index, state in states.items():
                 generators[index].set_state(state)
             output, errors = self._nwor_sample_each(metadata)
-            for request, own in errors.items():
-                failures.requests[request] = (place, _words(own))
-            self._nwor_tell(place, error)
+            self._nwor_tell(place, error, errors)
             return output
 
     def _nwor_sample_each(
@@ -290,8 +274,8 @@ class IsolatingRunnerV1(Base):
         except Exception as error:
             if not wanted or not self._nwor_can_isolate(error):
                 raise
-            failures = self._nwor_note("prompt_logprobs")
             found: dict[str, LogprobsTensors | None] = {}
+            ended: dict[str, Exception] = {}
             for request, number in list(wanted.items()):
                 self.num_prompt_logprobs = own = {request: number}
                 try:
@@ -299,12 +283,12 @@ class IsolatingRunnerV1(Base):
                 except Exception as own_error:
                     if not is_isolable(own_error):
                         raise
-                    failures.requests[request] = ("prompt_logprobs", _words(own_error))
+                    ended[request] = own_error
                     own.clear()
                 if not own:
                     wanted.pop(request)
             self.num_prompt_logprobs = wanted
-            self._nwor_tell("prompt_logprobs", error)
+            self._nwor_tell("prompt_logprobs", error, ended)
             return found
 
     def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *args: Any) -> Any:
@@ -314,8 +298,7 @@ class IsolatingRunnerV1(Base):
         except Exception as error:
             if not self._nwor_can_isolate(error):
                 raise
-            self._nwor_note("drafting")
-            self._nwor_tell("drafting", error)
+            self._nwor_tell("drafting", error, {})
             self._draft_probs = self._draft_prob_req_ids = None
             if self.valid_sampled_token_count_event is not None:
                 # Steps scheduled ahead find the sampled tokens there.
@@ -326,10 +309,6 @@ class IsolatingRunnerV1(Base):
             return torch.zeros(
                 self.input_batch.num_reqs, self.num_spec_tokens, dtype=torch.int32, device=self.device
             )
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _joined(
@@ -350,20 +329,6 @@ def _joined(
             tokens[index, 0] = 0
         else:
             tokens[index, : drafts[index] + 1] = output.sampled_token_ids[0]
-    known = [output.logprobs_tensors for output in outputs if output is not None]
-    columns = max((part.logprobs.shape[1] for part in known if part is not None), default=0)
-    if not columns:
-        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+    parts = [None if output is None else output.logprobs_tensors for output in outputs]
     rows = len(outputs) * width
-    ids = torch.zeros(rows, columns, dtype=torch.int32, device=device)
-    values = torch.full((rows, columns), float("-inf"), dtype=torch.float32, device=device)
-    ranks = torch.zeros(rows, dtype=torch.int64, device=device)
-    for index, output in enumerate(outputs):
-        part = None if output is None else output.logprobs_tensors
-        if part is None:
-            continue
-        first, (length, own) = index * width, part.logprobs.shape
-        ids[first : first + length, :own] = part.logprob_token_ids
-        values[first : first + length, :own] = part.logprobs
-        ranks[first : first + length] = part.selected_token_ranks
-    return SamplerOutput(tokens, LogprobsTensors(ids, values, ranks))
+    return SamplerOutput(tokens, join_logprobs(parts, range(0, rows, width), rows, torch.int32, device))

@@ -18,7 +18,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from nwor.engine.isolation import FailureLog, StepFailures, is_isolable
+from nwor.engine.isolation import Isolating, is_isolable, join_logprobs
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Base
@@ -26,11 +26,8 @@ else:
     Base = object
 
 
-class IsolatingRunnerV2(Base):
+class IsolatingRunnerV2(Isolating, Base):
     """Mixin before vLLM's V2 runner."""
-
-    _nwor_failures: StepFailures | None = None
-    _nwor_failure_log: FailureLog | None = None
 
     def _nwor_can_isolate(self, error: BaseException) -> bool:
         # Ranks would have to agree on what failed; adaptive verification has its rows on the device alone.
@@ -43,16 +40,6 @@ class IsolatingRunnerV2(Base):
             and not self.model_config.return_sampling_mask
             and is_isolable(error)
         )
-
-    def _nwor_tell(self, place: str, error: Exception, ended: dict[str, Exception]) -> None:
-        if self._nwor_failures is None:
-            self._nwor_failures = StepFailures()
-        self._nwor_failures.note(place)
-        for request, own in ended.items():
-            self._nwor_failures.requests[request] = (place, f"{type(own).__name__}: {own}")
-        if self._nwor_failure_log is None:
-            self._nwor_failure_log = FailureLog()
-        self._nwor_failure_log.tell(place, error)
 
     def _nwor_isolate_objects(self) -> None:
         """Wrap what drafts and what computes prompts' log-probabilities; once, when both are there."""
@@ -222,19 +209,8 @@ def grammar_of(grammar: GrammarOutput | None, request: str, batch: InputBatch) -
 def _joined_logprobs(
     parts: list[LogprobsTensors | None], lengths: list[int], device: torch.device
 ) -> LogprobsTensors | None:
-    columns = max((part.logprobs.shape[1] for part in parts if part is not None), default=0)
-    if not columns:
-        return None
-    rows = sum(lengths)
-    ids = torch.zeros(rows, columns, dtype=torch.int64, device=device)
-    values = torch.full((rows, columns), float("-inf"), dtype=torch.float32, device=device)
-    ranks = torch.zeros(rows, dtype=torch.int64, device=device)
-    ends = np.cumsum([0, *lengths]).tolist()
-    for part, first in zip(parts, ends, strict=False):
-        if part is None:
-            continue
-        length, own = part.logprobs.shape
-        ids[first : first + length, :own] = part.logprob_token_ids
-        values[first : first + length, :own] = part.logprobs
-        ranks[first : first + length] = part.selected_token_ranks
-    return LogprobsTensors(ids, values, ranks, ends if rows != len(lengths) else None)
+    *firsts, rows = ends = np.cumsum([0, *lengths]).tolist()
+    joined = join_logprobs(parts, firsts, rows, torch.int64, device)
+    if joined is None or rows == len(lengths):
+        return joined
+    return joined._replace(cu_num_generated_tokens=ends)

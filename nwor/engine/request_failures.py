@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ class Exclusions:
     bad_words: tuple[tuple[int, ...], ...]
     stops: frozenset[int]
 
-    def are_broken(self, output: list[int], tokens: list[int]) -> bool:
+    def are_broken(self, output: Sequence[int], tokens: Sequence[int]) -> bool:
         """Return whether new tokens of a request break them.
 
         Args:
@@ -65,7 +66,7 @@ class Exclusions:
 
         """
         longest = max((len(word) for word in self.bad_words), default=1)
-        tail = output[-longest:]
+        tail = list(output[-longest:])
         for token in tokens:
             if self.allowed is not None and token not in self.allowed:
                 return True
@@ -187,9 +188,7 @@ class RequestFailures(Scheduler):
                 or not result.sampled_token_ids
             ):
                 continue
-            output = request.output_token_ids
-            longest = max((len(word) for word in excluded.bad_words), default=1)
-            if excluded.are_broken(list(output[-longest:]), result.sampled_token_ids[index]):
+            if excluded.are_broken(request.output_token_ids, result.sampled_token_ids[index]):
                 failures.note("constraints")
                 failures.requests[request_id] = ("constraints", "")
 

@@ -154,8 +154,9 @@ def grammar_state() -> Iterator[None]:
 def drafting(runner: Any) -> Iterator[None]:
     """The drafter raises, whatever it drafts for."""
     owner, name = (runner.speculator, "sample_draft") if V2 else (runner.drafter, "propose")
-    with mock.patch.object(owner, name, side_effect=RuntimeError(MESSAGE)):
+    with mock.patch.object(owner, name, side_effect=RuntimeError(MESSAGE)) as poisoned_drafter:
         yield
+    assert poisoned_drafter.called
 
 
 #: Number of the poisoned request among those of the run, set by the test.

@@ -22,14 +22,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import ADMIN_KEY
-from tests.server_figures import check_request, last_event
+from tests.server_figures import ADMIN, check_request, last_event
 from tests.server_process import DEMO_MODEL, ServerProcess
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
 ENGINES = PROCESSES = 2
-ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
 @pytest.fixture(scope="module")

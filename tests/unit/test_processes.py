@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import socket
+import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,12 +192,11 @@ def test_orders_are_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
         carry_out(*arguments)
     assert done == ["stop", "dead", "stop"]
     # Nobody is left to look after it.
-    codes: list[int] = []
-    monkeypatch.setattr(api_process.os, "_exit", codes.append)
+    monkeypatch.setattr(api_process.os, "_exit", sys.exit)
     ours.close()
-    with pytest.raises(UnboundLocalError):  # the real one does not come back
+    with pytest.raises(SystemExit) as end:
         carry_out(*arguments)
-    assert codes == [1]
+    assert end.value.code == 1
 
 
 def test_sockets_reach_a_process_that_starts_afresh() -> None:
@@ -206,7 +207,19 @@ def test_sockets_reach_a_process_that_starts_afresh() -> None:
     from server.nwor_options import Secret
 
     with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        address = sock.getsockname()
         listener = AdminListener(sock, "http://127.0.0.1:1")
         args = argparse.Namespace(admin_api_key=Secret("boss"))
-        for each in (listener, args, ApiProcesses.serve):
-            assert ForkingPickler.dumps(each)
+        ours, theirs = multiprocessing.Pipe()
+        sent = partial(api_process.run, [theirs], listener), sock, args
+        target, arrived, again = ForkingPickler.loads(ForkingPickler.dumps(sent))
+    with arrived, target.args[1].sock as own:
+        ([pipe], there), function = target.args, target.func
+        assert function is api_process.run
+        assert there.address == listener.address
+        assert own.getsockname() == arrived.getsockname() == address
+        ours.send(STOP)
+        assert pipe.recv() == STOP
+    assert again == args
+    assert isinstance(again.admin_api_key, Secret)

@@ -5,13 +5,24 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import LogprobsTensors
 
-from nwor.engine.isolation import StepFailures, attach_failures, describe, is_isolable, send_failures
+from nwor.engine import grammars
+from nwor.engine.isolation import (
+    StepFailures,
+    attach_failures,
+    describe,
+    is_isolable,
+    join_logprobs,
+    send_failures,
+)
 from nwor.engine.request_failures import Exclusions, RequestFailures, exclusions_of, read_reason, reason
 
 
@@ -92,6 +103,7 @@ def test_failures_take_what_a_request_sampled_out_of_the_output(late):
 def test_faults_of_the_device_are_nobodys():
     assert not is_isolable(RuntimeError("CUDA error: device-side assert triggered"))
     assert not is_isolable(SystemExit())
+    assert not is_isolable(KeyboardInterrupt())
     assert is_isolable(IndexError("list index out of range"))
 
 
@@ -122,3 +134,40 @@ def test_a_grammar_that_cannot_be_compiled(monkeypatch):
     assert "cannot be compiled: " in told[1]
     assert "items must be an object" in told[1]
     assert "a.cc" not in told[1]
+
+
+def test_control_tokens_leave_the_masks_of_grammars_alone():
+    """Each bit by itself; a mask that allows everything is no grammar's."""
+    masks = np.random.default_rng(1).integers(-(2**31), 2**31, (3, 5), dtype=np.int64).astype(np.int32)
+    masks[1] = -1
+    control = frozenset({0, 31, 32, 63, 64, 127, 159, *range(96, 128)})
+
+    def allowed(row: np.ndarray) -> set[int]:
+        return {token for token in range(160) if int(row[token // 32]) >> (token % 32) & 1}
+
+    expected = [allowed(masks[0]) - control, set(range(160)), allowed(masks[2]) - control]
+    assert allowed(masks[0]) & control
+    grammars._take_out(masks, control)
+    assert [allowed(row) for row in masks] == expected
+
+
+def test_log_probabilities_stand_where_their_rows_are():
+    def part(rows: int, columns: int, number: int) -> LogprobsTensors:
+        ids = torch.full((rows, columns), number)
+        return LogprobsTensors(ids, ids / 10, torch.full((rows,), number))
+
+    device = torch.device("cpu")
+    joined = join_logprobs([part(2, 1, 4), None, part(1, 3, 7)], [0, 2, 4], 6, torch.int32, device)
+    assert joined is not None
+    assert joined.logprob_token_ids.dtype == torch.int32
+    assert joined.logprob_token_ids.tolist() == [
+        [4, 0, 0],
+        [4, 0, 0],
+        [0, 0, 0],
+        [0, 0, 0],
+        [7, 7, 7],
+        [0, 0, 0],
+    ]
+    assert torch.isinf(joined.logprobs).tolist() == (joined.logprob_token_ids == 0).tolist()
+    assert joined.selected_token_ranks.tolist() == [4, 4, 0, 0, 7, 0]
+    assert join_logprobs([None, None], [0, 1], 2, torch.int32, device) is None

@@ -1,0 +1,45 @@
+"""Schemas that are looked at before the engine compiles them."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from server.admission import check_grammar
+from server.options import DEFAULT_MAX_GRAMMAR
+from server.refusals import RefusalError
+
+
+def check(schema: Any) -> None:
+    check_grammar(SimpleNamespace(json=schema), DEFAULT_MAX_GRAMMAR)
+
+
+def chain(links: int, last: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema in which each definition refers to the next one."""
+    parts = {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(links)}
+    return {"$ref": "#/$defs/0", "$defs": {**parts, str(links): last}}
+
+
+@pytest.mark.parametrize(
+    "last", [{"type": "string"}, {"$ref": "#/nowhere"}, {"anyOf": [{"$ref": "#/$defs/0"}, {"type": "null"}]}]
+)
+def test_references_that_lead_somewhere(last: dict[str, Any]) -> None:
+    check(chain(5, last))
+
+
+@pytest.mark.parametrize("back", [0, 3, 5])
+def test_references_that_lead_to_themselves(back: int) -> None:
+    with pytest.raises(RefusalError, match="refers to nothing but itself"):
+        check(chain(5, {"$ref": f"#/$defs/{back}"}))
+
+
+def test_a_long_chain_takes_no_time() -> None:
+    """From each of its links to the end it would take five seconds, in which nobody is served."""
+    began = time.monotonic()
+    check(chain(3900, {"type": "string"}))
+    assert time.monotonic() - began < 1
