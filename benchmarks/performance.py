@@ -24,6 +24,7 @@ if str(HERE.parent) not in sys.path:
 
 from benchmarks.serving import figures as serving_figures  # noqa: E402
 from benchmarks.serving import report as serving_report  # noqa: E402
+from benchmarks.serving.tables import table  # noqa: E402
 
 
 def _load(folder: str, name: str) -> ModuleType:
@@ -82,8 +83,7 @@ def _engine(name: str) -> dict[str, Any]:
 
 
 def _table(*heads: str, rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+    return "\n".join(table(heads, rows))
 
 
 _SUMMARY = (
@@ -188,7 +188,7 @@ def engine() -> str:
         ]
         rows.append(
             [
-                f"{name}",
+                name,
                 f"{len(cells)}",
                 f"{data['settings']['repeats']}",
                 _date(data),
@@ -256,15 +256,20 @@ def host() -> str:
     for file in HOST:
         data = _engine(file)
         for process in data["processes"]:
-            times = process.get("host_time") or {}
             if process["kind"] != "nwor":
                 continue
             stock = next(p["host_time"] for p in data["processes"] if p["kind"] == "stock")
-            name = f"{process['shape'].upper()}, k = {process['k']}, {times['batch']} x {times['context']}"
-            busy = [("stage", stock["busy"]["stock"], "busy"), ("stage", times["busy"]["off"], "busy")]
-            figures = [_apart(times[what][mode], base) for mode, base, what in busy]
-            hooks = _apart(times["hooks"]["stage"], times["hooks"]["off"])
-            rows.append([name, _date(data), *figures, hooks])
+            busy, hooks = process["host_time"]["busy"], process["host_time"]["hooks"]
+            size = f"{process['host_time']['batch']} x {process['host_time']['context']}"
+            rows.append(
+                [
+                    f"{process['shape'].upper()}, k = {process['k']}, {size}",
+                    _date(data),
+                    _apart(busy["stage"], stock["busy"]["stock"]),
+                    _apart(busy["stage"], busy["off"]),
+                    _apart(hooks["stage"], hooks["off"]),
+                ]
+            )
     heads = ("engine", "date", "all host work, `stage` - stock", "all host work, `stage` - `off`")
     return _table(*heads, "NWOR's hooks alone, `stage` - `off`", rows=rows)
 
@@ -287,9 +292,9 @@ def serving() -> str:
                     what,
                     str(closed) if load[0] == "c" else "-",  # what comes in goes out
                     str(serving_figures.compare(records, "stage", "stock", "tpot")),
-                    _both(records, "ttft_ms", 0.5, 0),
-                    _both(records, "ttft_ms", 0.99, 0),
-                    _both(records, "stall_ms", 0.99, 0),
+                    _both(records, "ttft_ms", 0.5),
+                    _both(records, "ttft_ms", 0.99),
+                    _both(records, "stall_ms", 0.99),
                     f"{serving_figures.windows(records, 'stage')[0]:.0%}",
                 ]
             )
@@ -298,9 +303,9 @@ def serving() -> str:
     return _table(*heads, *more, rows=rows)
 
 
-def _both(records: Any, figure: str, share: float, digits: int) -> str:
+def _both(records: Any, figure: str, share: float) -> str:
     sides = [serving_figures.pooled(records, arm, figure, share) for arm in ("stock", "stage")]
-    return " → ".join(f"{side:.{digits}f}" for side in sides)
+    return " → ".join(f"{side:.0f}" for side in sides)
 
 
 def _apart(mode: dict[str, Any], base: dict[str, Any]) -> str:

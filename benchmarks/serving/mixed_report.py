@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.serving import mixed_cells
+from benchmarks.serving.tables import table
 
 #: Lines of each profile's table.
 _LINES = 15
@@ -43,14 +44,11 @@ def _engine(engine: Mapping[str, Any], everything: dict[str, list[float]]) -> li
     for other in others:
         head += [f"{base} / {other}", "pure", "mixed"]
     head += [f"host {mode}, ms" for mode in modes] + ["windows direct"]
-    lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for cell in engine["cells"]:
-        lines.append("| " + " | ".join(_row(cell, modes, everything)) + " |")
-    lines.append("")
+    lines += [*table(head, [_row(cell, modes, everything) for cell in engine["cells"]]), ""]
     if engine.get("skipped"):
         lines += [f"Not measured, the time was up: {', '.join(engine['skipped'])}.", ""]
     for profile in engine.get("profiles", []):
-        lines += _profile(profile)
+        lines += profile_tables(profile)
     return lines
 
 
@@ -80,7 +78,8 @@ def _row(cell: Mapping[str, Any], modes: Sequence[str], everything: dict[str, li
     return [*row, ", ".join(f"{reason} {count}" for reason, count in reasons.items()) or "0"]
 
 
-def _profile(profile: Mapping[str, Any]) -> list[str]:
+def profile_tables(profile: Mapping[str, Any]) -> list[str]:
+    """Return what a step's time went into, what differs most between the modes first."""
     lines: list[str] = []
     for kind in ("kernels", "host"):
         tables: Mapping[str, Mapping[str, Sequence[float]]] = profile[kind]
@@ -88,15 +87,12 @@ def _profile(profile: Mapping[str, Any]) -> list[str]:
         if not any(tables.values()):
             continue
         lines += [f"Profile of {profile['cell']}, {kind}: calls x microseconds, a step.", ""]
-        head = [kind, *modes]
-        lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        totals = [f"{sum(spent for _, spent in tables[mode].values()):.0f}" for mode in modes]
-        lines.append("| " + " | ".join(["all", *totals]) + " |")
+        rows = [["all", *(f"{sum(spent for _, spent in tables[mode].values()):.0f}" for mode in modes)]]
         for name in _ranked(tables)[:_LINES]:
             cells = [tables[mode].get(name, (0, 0)) for mode in modes]
-            shown = " | ".join(f"{calls:g} x {spent / calls if calls else 0:.1f}" for calls, spent in cells)
-            lines.append(f"| `{name[:80]}` | {shown} |")
-        lines.append("")
+            shown = [f"{calls:g} x {spent / calls if calls else 0:.1f}" for calls, spent in cells]
+            rows.append([f"`{name[:80]}`", *shown])
+        lines += [*table([kind, *modes], rows), ""]
     return lines
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +48,6 @@ def rates(acceptance: str, k: int) -> list[float] | None:
     if not 0 <= each <= 1:
         raise ValueError(f"{acceptance!r} is no acceptance: use heads, own, or a number from 0 to 1")
     return [round(each ** (position + 1), 6) for position in range(k)]
-
-
-def accepted_length(unconditional: Sequence[float]) -> float:
-    """Return how many tokens a step gives a request on average: its own and the accepted drafts."""
-    return 1.0 + sum(unconditional)
 
 
 def write_tokenizer(folder: Path, size: int) -> None:

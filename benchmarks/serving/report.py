@@ -19,15 +19,10 @@ from typing import Any
 from benchmarks.serving import figures, mixed_report, results
 from benchmarks.serving.figures import Ratio
 from benchmarks.serving.results import CELL, Document, Record
+from benchmarks.serving.tables import table
 
 #: What a group of cells shares: everything but the load.
 GROUP = CELL[:-1]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def number(value: float, digits: int) -> str:

@@ -33,11 +33,6 @@ def key_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(record[name] for name in KEY)
 
 
-def cell_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the cell that a record belongs to."""
-    return tuple(record[name] for name in CELL)
-
-
 def merge(documents: Iterable[Document]) -> Document:
     """Return one file with the runs and records of all; of two with one key the later one stays.
 

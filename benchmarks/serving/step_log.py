@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -125,8 +124,3 @@ def summarize(steps: list[list[float]]) -> dict[str, Any]:
                 "prompt_tokens": statistics.fmean(step[5] for step in kinds[kind]),
             }
     return result
-
-
-def path_of(environment: dict[str, str] | None = None) -> str | None:
-    """Return the file that the environment names."""
-    return (os.environ if environment is None else environment).get(VARIABLE)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from benchmarks.serving.step_log import StepLog, path_of
+from benchmarks.serving.step_log import VARIABLE, StepLog
 
 
 class StepLogger(StatLoggerBase):
     """Writes a line for every step that had results; does nothing where no file is named."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        path = path_of()
+        path = os.environ.get(VARIABLE)
         self._log = StepLog(path) if path else None
 
     def record(

@@ -70,8 +70,3 @@ def test_methods_exist(file, name):
         found = [node for node in body if getattr(node, "name", None) == part]
         assert found, f"{file} has no {name}"
         body = getattr(found[-1], "body", [])
-
-
-def test_links_and_drawings_exist():
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGE.read_text("utf-8")):
-        assert (PAGE.parent / target).exists(), target
