@@ -1,9 +1,9 @@
-"""Claim: a plan of the CUDA kernels deals every tile of every unit to one worker, and workers agree on it.
+"""Claim: a plan of the CUDA kernels gives each tile of each work tile to one worker, and workers agree on it.
 
 Coverage: the plan's own device code, compiled for the CPU with threads emulated (`plan_emulation`): equal and
 unequal lengths, empty windows, windows in chunks, sliding windows, more requests than a thread block keeps,
 clusters; planned by a kernel of its own and by each thread block; memory that held another plan before.
-Reference: units and tiles counted from the lengths in Python. Tolerance: none.
+Reference: work tiles and their tiles counted from the lengths in Python. Tolerance: none.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ GROUP = 4
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A worker's part of a unit, as `Segment` and `Walk` of csrc/cuda have it."""
+class Split:
+    """A worker's part of a work tile, as `Split` and `Scheduler` of csrc/cuda have it."""
 
     block: int
     worker: int
@@ -76,13 +76,13 @@ class Batch:
         return begin if in_one_tile else -(-seen // self.tile) * self.tile
 
     def tiles(self, request: int) -> int:
-        """Tiles of each of a request's units: of the context that is seen, and of the window."""
+        """Tiles of each of a request's work tiles: of the context that is seen, and of the window."""
         if self.windows[request] == 0:
             return 0
         return -(-(self.window_begin(request) + self.windows[request]) // self.tile)
 
 
-Plan = Callable[..., list[Segment]]
+Plan = Callable[..., list[Split]]
 
 
 def integers(of: list[int]) -> ctypes.Array[ctypes.c_int]:
@@ -100,7 +100,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     subprocess.run([*command, str(HERE / "plan_emulation.cpp"), "-o", str(library)], check=True)
     emulate = ctypes.CDLL(str(library)).emulate_plan
 
-    def segments(batch: Batch, planned: bool, threads: int = 128, left_over: bool = False) -> list[Segment]:
+    def splits(batch: Batch, planned: bool, threads: int = 128, left_over: bool = False) -> list[Split]:
         starts = integers([0, *itertools.accumulate(batch.windows)])
         lengths = integers([c + w for c, w in zip(batch.contexts, batch.windows, strict=True)])
         numbers = integers([0] * (NUMBERS * ROOM))
@@ -109,53 +109,54 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
             batch.cluster, batch.sliding_window, 2 if left_over else int(planned), threads, numbers, ROOM,
         )  # fmt: skip
         assert 0 <= count <= ROOM
-        return [Segment(*numbers[NUMBERS * i : NUMBERS * (i + 1)]) for i in range(count)]
+        return [Split(*numbers[NUMBERS * i : NUMBERS * (i + 1)]) for i in range(count)]
 
-    return segments
+    return splits
 
 
-def check(batch: Batch, segments: list[Segment]) -> None:
+def check(batch: Batch, splits: list[Split]) -> None:
     """Hold a plan against the batch."""
-    by_block: dict[int, list[Segment]] = defaultdict(list)
-    for segment in segments:
-        by_block[segment.block].append(segment)
+    by_block: dict[int, list[Split]] = defaultdict(list)
+    for split in splits:
+        by_block[split.block].append(split)
     # The thread blocks of a cluster have the same way; one of them counts.
-    by_worker: dict[int, list[list[Segment]]] = defaultdict(list)
+    by_worker: dict[int, list[list[Split]]] = defaultdict(list)
     for own in by_block.values():
         by_worker[own[0].worker].append(own)
-    (cluster,) = {segment.cluster for segment in segments}
-    parts: dict[tuple[int, int, int], list[Segment]] = defaultdict(list)
+    (cluster,) = {split.cluster for split in splits}
+    parts: dict[tuple[int, int, int], list[Split]] = defaultdict(list)
     for ways in by_worker.values():
         assert len(ways) == cluster
         assert len({tuple((s.request, s.head, s.first_row, s.tile, s.end) for s in way) for way in ways}) == 1
-        # A worker has room for two parts that others wait for: its first segment's and its last one's.
+        # A worker has room for two parts that others wait for: its first split's and its last one's.
         assert all(s.worker_count == 1 for s in ways[0][1:-1])
-        for segment in ways[0]:
-            parts[segment.request, segment.head, segment.first_row].append(segment)
-    units = {
+        for split in ways[0]:
+            parts[split.request, split.head, split.first_row].append(split)
+    work_tiles = {
         (request, head, row): batch.tiles(request)
         for request, window in enumerate(batch.windows)
         for head in range(batch.kv_heads)
         for row in range(0, window * GROUP, batch.rows)
     }
-    assert parts.keys() == units.keys()
-    for unit, own in parts.items():
+    assert parts.keys() == work_tiles.keys()
+    for work_tile, own in parts.items():
+        request, _, first_row = work_tile
         own.sort(key=lambda s: s.tile)
         assert own[0].tile == 0
-        assert own[-1].end == units[unit]
+        assert own[-1].end == work_tiles[work_tile]
         assert all(a.end == b.tile for a, b in itertools.pairwise(own))
-        assert all(s.tile < s.end and s.row_count == batch.windows[unit[0]] * GROUP - unit[2] for s in own)
+        assert all(s.tile < s.end and s.row_count == batch.windows[request] * GROUP - first_row for s in own)
         assert [s.worker for s in own] == list(range(own[0].worker, own[0].worker + len(own)))
         assert all((s.first_worker, s.worker_count) == (own[0].worker, len(own)) for s in own if len(own) > 1)
         assert all(s.worker_count == 1 for s in own if len(own) == 1)
-        assert {s.window_begin for s in own} == {batch.window_begin(unit[0])}
+        assert {s.window_begin for s in own} == {batch.window_begin(request)}
 
 
-def check_balance(batch: Batch, segments: list[Segment]) -> None:
-    """No worker has much more than an even share: a sixth and as much as joining parts takes."""
+def check_balance(batch: Batch, splits: list[Split]) -> None:
+    """No worker has much more than an even share: a sixth and as much as the combine takes."""
     loads: dict[int, int] = defaultdict(int)
-    for segment in segments:
-        loads[segment.block] += segment.end - segment.tile
+    for split in splits:
+        loads[split.block] += split.end - split.tile
     even = sum(loads.values()) // (batch.clusters * batch.cluster) + 1
     assert max(loads.values()) <= even + even // 6 + 5
 
@@ -170,7 +171,7 @@ ONE, TWO = PROCESSORS, 2 * PROCESSORS
 BATCHES = {
     "one": Batch(40, 64, [5], [600], 8, TWO),
     "clusters": Batch(40, 64, [5] * 2, [4096, 600], 8, 16, 8),
-    "pieces": Batch(40, 64, [5] * 16, uneven(1, 16, 0, 900), 8, TWO),
+    "splits": Batch(40, 64, [5] * 16, uneven(1, 16, 0, 900), 8, TWO),
     "one-long": Batch(40, 64, [5] * 16, [40_000, *uneven(2, 15, 100, 1600)], 8, TWO),
     "equal": Batch(40, 64, [9] * 64, [600] * 64, 8, TWO),
     "nearly-equal": Batch(40, 64, [5] * 64, uneven(3, 64, 600, 760), 8, TWO),
@@ -192,39 +193,39 @@ BATCHES = {
 @pytest.mark.parametrize(
     "name", ["nearly-equal", "nearly-equal-warps", "uneven", "one-head", "empty-windows", "sliding"]
 )
-def test_units_of_differing_lengths_stay_whole(plan: Plan, name: str) -> None:
-    assert {segment.worker_count for segment in plan(BATCHES[name], True, 128)} == {1}
+def test_work_tiles_of_differing_lengths_stay_whole(plan: Plan, name: str) -> None:
+    assert {split.worker_count for split in plan(BATCHES[name], True, 128)} == {1}
 
 
-def test_only_a_long_unit_is_cut(plan: Plan) -> None:
+def test_only_a_long_work_tile_is_cut(plan: Plan) -> None:
     batch = BATCHES["many-with-one-long"]
-    cut = {segment.request for segment in plan(batch, True, 128) if segment.worker_count > 1}
+    cut = {split.request for split in plan(batch, True, 128) if split.worker_count > 1}
     assert cut == {0}
 
 
 @pytest.mark.parametrize("name", ["between", "between-equal"])
 def test_only_what_is_left_is_cut(plan: Plan, name: str) -> None:
-    segments = plan(BATCHES[name], True, 128)
-    shared = [segment.block for segment in segments if segment.worker_count > 1]
+    splits = plan(BATCHES[name], True, 128)
+    shared = [split.block for split in splits if split.worker_count > 1]
     assert shared
     assert len(shared) == len(set(shared))
-    whole = [segment.block for segment in segments if segment.worker_count == 1]
+    whole = [split.block for split in splits if split.worker_count == 1]
     assert len(whole) == BATCHES[name].clusters
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_tile_has_one_worker(plan: Plan, name: str) -> None:
-    segments = plan(BATCHES[name], True, 128)
-    check(BATCHES[name], segments)
-    if segments[0].cluster == 1:
-        check_balance(BATCHES[name], segments)
+    splits = plan(BATCHES[name], True, 128)
+    check(BATCHES[name], splits)
+    if splits[0].cluster == 1:
+        check_balance(BATCHES[name], splits)
     # What a thread block finds for itself is what a plan says.
-    assert plan(BATCHES[name], False, 64) == segments
+    assert plan(BATCHES[name], False, 64) == splits
 
 
 @pytest.mark.parametrize("between", ["chunks", "one-head", "clusters"])
 def test_what_a_larger_launch_left_in_the_memory_is_nobodys_plan(plan: Plan, between: str) -> None:
-    before = BATCHES["pieces"]
+    before = BATCHES["splits"]
     now = Batch(40, 64, before.windows, uneven(15, 16, 0, 900), 8, TWO)
     plan(before, True)
     plan(BATCHES[between], True)

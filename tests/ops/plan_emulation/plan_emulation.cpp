@@ -1,5 +1,5 @@
-// The plan of csrc/cuda as a CPU finds it: every segment of every thread block, for a test to hold against the batch.
-#include "verify_walk.cuh"
+// The plan of csrc/cuda as a CPU finds it: every split of every thread block, for a test to hold against the batch.
+#include "verify/scheduler.cuh"
 
 namespace nwor {
 namespace {
@@ -9,12 +9,12 @@ constexpr int kNumbers = 12;
 constexpr int kEntries = 132 * 4;
 
 struct Output {
-  int* numbers;  // kNumbers for each segment
+  int* numbers;  // kNumbers for each split
   int count, room;
 
-  void add(int block, const Walk& walk, const Segment& s) {
-    const int row[] = {block,       walk.worker, walk.plan.cluster, s.request,      s.head,         s.first_row,
-                       s.row_count, s.tile,      s.end,             s.first_worker, s.worker_count, s.window_begin};
+  void add(int block, const Scheduler& scheduler, const Split& s) {
+    const int row[] = {block,       scheduler.worker, scheduler.plan.cluster, s.request,      s.head,         s.first_row,
+                       s.row_count, s.tile,           s.end,                  s.first_worker, s.worker_count, s.window_begin};
     static_assert(sizeof(row) == kNumbers * sizeof(int));
     if (count < room) std::memcpy(numbers + kNumbers * count, row, sizeof(row));
     ++count;
@@ -40,24 +40,24 @@ void emulate(VerifyParams p, int planned, int threads, Output& output) {
   for (int i = 0; i < blocks; ++i) {
     static int2 table[kTabledRequests];
     static Control control;
-    static Ranking ranking;
+    static SortedRequests sorted;
     std::memset(&control, 0xff, sizeof(control));
-    std::memset(&ranking, 0xff, sizeof(ranking));
+    std::memset(&sorted, 0xff, sizeof(sorted));
     std::memset(table, 0xff, sizeof(table));
     emulation::run(static_cast<unsigned>(i), static_cast<unsigned>(threads), [&] {
       const Requests<kRows, kTile> requests{p, table};
-      begin_walk(p, requests, control, ranking);
+      begin_schedule(p, requests, control, sorted);
       if (!control.more) return;
-      const WalkAhead<kRows, kTile> ahead(p, requests, control);
+      const ScheduleAhead<kRows, kTile> ahead(p, requests, control);
       ahead.keep();
       __syncthreads();
       if (threadIdx.x != 0) return;
       for (int turn = 0;; turn ^= 1) {
-        output.add(i, control.walk, control.segments[turn]);
+        output.add(i, control.scheduler, control.splits[turn]);
         if (many) {
-          continue_walk<true>(p, requests, control.segments[turn], control.segments[turn ^ 1], control);
+          advance_schedule<true>(p, requests, control.splits[turn], control.splits[turn ^ 1], control);
         } else {
-          continue_walk<false>(p, requests, control.segments[turn], control.segments[turn ^ 1], control);
+          advance_schedule<false>(p, requests, control.splits[turn], control.splits[turn ^ 1], control);
         }
         if (!control.more) return;
       }
@@ -68,7 +68,7 @@ void emulate(VerifyParams p, int planned, int threads, Output& output) {
 }  // namespace
 }  // namespace nwor
 
-// Writes up to `room` segments of 12 numbers each (see Output); returns how many there are, -1 for a shape that is not here.
+// Writes up to `room` splits of 12 numbers each (see Output); returns how many there are, -1 for a shape that is not here.
 // `planned`: 0 for no plan, 1 for one that is written first, 2 for what the last call wrote.
 extern "C" int emulate_plan(int rows, int tile, const int* query_start_loc, const int* seq_lens, int batch, int kv_heads,
                             int group, int clusters, int cluster, int sliding_window, int planned, int threads,
@@ -83,9 +83,9 @@ extern "C" int emulate_plan(int rows, int tile, const int* query_start_loc, cons
   p.cluster = cluster;
   p.by_blocks = nwor::Divisor(static_cast<uint32_t>(clusters * cluster));
   p.sliding_window = sliding_window;
-  p.cluster_join = 3;
-  p.worker_join = 8;
-  p.part_join = 6;
+  p.cluster_combine = 3;
+  p.worker_combine = 8;
+  p.split_combine = 6;
   p.plan_key = static_cast<uint32_t>((((rows * 128 + tile) * 1024 + batch) * 64 + kv_heads) * 1024 + clusters) | 1u;
   nwor::Output output{numbers, 0, room};
   if (rows == 24 && tile == 16) {
