@@ -20,8 +20,9 @@ from nwor.group import Source
 if TYPE_CHECKING:
     from nwor.window import Window
 
-#: FlashAttention 3 keeps partial results of as many rows times splits, in float32 for all query heads.
-MOST_SPLIT_ROWS = 4096
+#: Rows times splits. At 32 query heads and tiles of 128 query rows these are 256 tiles, two for each of an H100's
+#: processors: more splits fill it no better, and joining them costs a launch that reads every part.
+MOST_SPLIT_ROWS = 1024
 #: vLLM's own bound for graphs (``flash_attn_max_num_splits_for_cuda_graph``).
 MOST_SPLITS = 32
 
