@@ -59,8 +59,10 @@ test: setup-dev
 test-gpu:
 	$(MAKE) DEVICE=cuda NWOR_CUDA=ON verify-gpu
 
+# racecheck wants libraries of its own: the same kernels, linked once more.
 verify-gpu: setup-dev
-	$(PY) -m tests.gpu.verify $(ARGS)
+	$(BIN)/cmake --build build/$(DEVICE)-py3-none-* --target nwor_cuda_racecheck
+	$(PY) -m tests.gpu.verify --racecheck-libraries build/$(DEVICE)-py3-none-*/cuda/racecheck $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

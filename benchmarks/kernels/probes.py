@@ -28,7 +28,7 @@ from run import parse_heads
 from nwor import ops
 from nwor.ops.library import CUDA_LIBRARY, find
 
-#: As `Station` of csrc/cuda/probes.cuh has them.
+#: As `Station` of csrc/cuda/verify/probes.cuh has them.
 STATIONS = ("begin", "planned", "first tiles", "last tile", "passed on", "end")
 #: Replays before those that count, and those.
 SETTLE, REPLAYS = 200, 20

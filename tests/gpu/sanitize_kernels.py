@@ -1,6 +1,11 @@
 """Runs every op over shapes that reach each branch of the CUDA kernels once; for compute-sanitizer.
 
     PYTHONPATH=. compute-sanitizer --tool memcheck python tests/gpu/sanitize_kernels.py
+    PYTHONPATH=. NWOR_LIBRARY_DIR=<racecheck's libraries> compute-sanitizer --tool racecheck python \\
+        tests/gpu/sanitize_kernels.py --racecheck
+
+racecheck orders accesses by how many barriers each warp has passed. It wants libraries in which warps that
+pass fewer make up for it: the build's target nwor_cuda_racecheck. `--racecheck` refuses others.
 
 Allocations go straight to the driver, so that the tools see their bounds. Results are checked by the tests;
 here only the accesses matter.
@@ -8,16 +13,16 @@ here only the accesses matter.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-# racecheck orders accesses by how many barriers each warp has passed; those that pass fewer make up for it.
-os.environ["NWOR_EVEN_BARRIERS"] = "1"
 
 import torch
 
 from nwor import ops
+from nwor.ops.library import CUDA_LIBRARY, build_record, find
 
 DEVICE = torch.device("cuda")
 BLOCK = 16
@@ -114,7 +119,22 @@ def largest(rows: int, vocab: int, dtype: torch.dtype, offset: int) -> None:
         ops.argmax_rows(logits, output, workspace)
 
 
+def require_even_barriers() -> None:
+    library = find(CUDA_LIBRARY)
+    if library is None or not build_record(library).get("even_barriers"):
+        raise SystemExit(
+            f"{library} was not built for racecheck: build the target nwor_cuda_racecheck, and name the "
+            "folder of its libraries with NWOR_LIBRARY_DIR (docs/kernels/testing.md#racecheck)"
+        )
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Run every op once.")
+    parser.add_argument(
+        "--racecheck", action="store_true", help="refuse libraries that racecheck takes for wrong"
+    )
+    if parser.parse_args().racecheck:
+        require_even_barriers()
     for size in (64, 96, 128, 256):
         for query_heads, kv_heads in ((2, 2), (8, 2), (16, 2)):
             for cache, quantized in (("auto", False), ("fp8", False), ("fp8", True), ("fp8_e5m2", True)):

@@ -47,6 +47,7 @@ class Step:
         passed: what one of its log's lines must match besides an exit status of 0.
         gpus: how many it needs.
         alone: whether nothing else may run on its GPUs meanwhile.
+        libraries: folder of the compiled libraries that it runs; None for the installed ones.
 
     """
 
@@ -55,6 +56,7 @@ class Step:
     passed: str
     gpus: int = 1
     alone: bool = False
+    libraries: Path | None = None
 
 
 def _pytest(name: str, *arguments: str, gpus: int = 1) -> Step:
@@ -62,8 +64,13 @@ def _pytest(name: str, *arguments: str, gpus: int = 1) -> Step:
     return Step(name, (sys.executable, "-m", "pytest", "-q", "-rfP", *arguments), r"\b[1-9]\d* passed", gpus)
 
 
-def checks() -> list[Step]:
-    """Return the steps that show a build to be right, those that say most first, of these the longest."""
+def checks(racecheck: Path | None = None) -> list[Step]:
+    """Return the steps that show a build to be right, those that say most first, of these the longest.
+
+    Args:
+        racecheck: folder of the libraries that racecheck runs, which has its own (docs/kernels/testing.md).
+
+    """
     tests = "tests/gpu"
     steps = [
         _pytest("ops", "tests/ops"),
@@ -72,7 +79,11 @@ def checks() -> list[Step]:
     ]
     for tool, clean in CLEAN.items():
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1")
-        steps.append(Step(tool, (*command, sys.executable, f"{tests}/sanitize_kernels.py"), clean))
+        command += (sys.executable, f"{tests}/sanitize_kernels.py")
+        if tool == "racecheck":
+            steps.append(Step(tool, (*command, "--racecheck"), clean, libraries=racecheck))
+        else:
+            steps.append(Step(tool, command, clean))
     # "[graphs" is the first part of a test's parameters, and none of "[v1-graphs".
     steps += [_pytest(f"engine-{name}", f"{tests}/test_engine.py", "-k", f"[{name}") for name in ENGINES]
     steps += [
@@ -112,9 +123,11 @@ def measurements(out: Path) -> list[Step]:
     return steps
 
 
-def build_digest(library: Path | None) -> str:
-    """Return a digest of the CUDA library and of the sources that steps run."""
-    digest = hashlib.sha256(library.read_bytes() if library else b"")
+def build_digest(*libraries: Path) -> str:
+    """Return a digest of compiled libraries and of the sources that steps run."""
+    digest = hashlib.sha256()
+    for library in libraries:
+        digest.update(library.read_bytes())
     for folder in SOURCES:
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
@@ -209,6 +222,8 @@ class Verification:
         environment = {
             **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path,
         }  # fmt: skip
+        if step.libraries:
+            environment["NWOR_LIBRARY_DIR"] = str(step.libraries)
         if not step.alone:  # references are computed on the host: steps side by side divide its cores
             environment.setdefault("OMP_NUM_THREADS", str(self.threads))
         with (self.out / f"{step.name}.log").open("wb") as log:
@@ -260,6 +275,7 @@ def main() -> int:
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="for all of it")
     parser.add_argument("--steps", default="", help="only those whose names begin with one of these")
     parser.add_argument("--measure", action="store_true", help="the benchmarks as well")
+    parser.add_argument("--racecheck-libraries", type=Path, help="what the target nwor_cuda_racecheck built")
     parser.add_argument("--share", type=int, default=1, help="tests that may run on one GPU at once")
     args = parser.parse_args()
 
@@ -277,14 +293,16 @@ def main() -> int:
         print(f"{missing}; torch {torch.__version__}", file=sys.stderr)
         return 2
     out = args.out.resolve()
-    steps = checks() + (measurements(out) if args.measure else [])
+    racecheck = args.racecheck_libraries.resolve() if args.racecheck_libraries else None
+    libraries = [library, racecheck / CUDA_LIBRARY] if racecheck else [library]
+    steps = checks(racecheck) + (measurements(out) if args.measure else [])
     begins = tuple(filter(None, args.steps.split(",")))
     if begins:
-        steps = [step for step in checks() + measurements(out) if step.name.startswith(begins)]
+        steps = [step for step in checks(racecheck) + measurements(out) if step.name.startswith(begins)]
         if not steps:
             print(f"no step begins with one of {args.steps!r}", file=sys.stderr)
             return 2
-    verification = Verification(out, gpus, build_digest(library), args.share)
+    verification = Verification(out, gpus, build_digest(*libraries), args.share)
     verification.record |= {
         "torch": torch.__version__,
         "gpus": [torch.cuda.get_device_name(i) for i in range(len(gpus))],

@@ -43,7 +43,7 @@ def test_medians_over_launches(probes: Any) -> None:
 
 
 def test_stations_are_those_of_the_kernels(probes: Any) -> None:
-    source = (benchmark_modules.BENCHMARKS.parent / "csrc" / "cuda" / "probes.cuh").read_text()
+    source = (benchmark_modules.BENCHMARKS.parent / "csrc" / "cuda" / "verify" / "probes.cuh").read_text()
     names = source.split("enum class Station : int { ")[1].split(" }")[0].split(", ")
     words = ["".join(f" {c.lower()}" if c.isupper() else c for c in name[1:]).strip() for name in names]
     assert tuple(words) == probes.STATIONS

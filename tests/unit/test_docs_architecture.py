@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("nwor", "server", "csrc")
-SUFFIXES = (".py", ".h", ".cuh", ".cu", ".cpp", ".cmake")
+SUFFIXES = (".py", ".h", ".cuh", ".cu", ".cpp", ".cmake", ".in")
 #: Compiled libraries and CMake's own folders may stand beside the sources.
 NOT_SOURCES = ("__pycache__", "lib", "build")
 

@@ -147,6 +147,16 @@ def test_the_record_follows_sources_and_library(tmp_path: Path, monkeypatch: Any
     assert len(set(digests)) == 3
 
 
+def test_racecheck_runs_its_own_libraries(tmp_path: Path) -> None:
+    steps = {step.name: step for step in verify.checks(tmp_path / "racecheck")}
+    assert {name for name, step in steps.items() if step.libraries} == {"racecheck"}
+    assert steps["racecheck"].command[-1] == "--racecheck"
+    verification = Verification(tmp_path / "out", ["0"], "build")
+    show = "import os; print(os.environ.get('NWOR_LIBRARY_DIR'))"
+    own = Step("own", (sys.executable, "-c", show), "racecheck$", libraries=tmp_path / "racecheck")
+    assert verification.execute([own])
+
+
 def test_every_test_of_the_folder_belongs_to_a_step() -> None:
     commands = " ".join(part for step in verify.checks() for part in step.command)
     files = {path.name for path in Path(verify.__file__).parent.glob("test_*.py")}
