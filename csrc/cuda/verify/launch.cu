@@ -101,7 +101,7 @@ cudaError_t launch(LaunchRequest request, int head_size, int max_query_len) {
   request.rows = selection.rows;
   cudaError_t status = cudaErrorInvalidValue;
   [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
-    ((kHeadSizes[kIndex] == head_size && (status = launch_kernels<kHeadSizes[kIndex]>(request), true)) || ...);
+    ((kHeadSizes[kIndex] == head_size && (status = launch_head_size<kHeadSizes[kIndex]>(request), true)) || ...);
   }(std::make_index_sequence<std::size(kHeadSizes)>());
   return status;
 }

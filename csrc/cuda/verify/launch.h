@@ -27,6 +27,6 @@ constexpr int workspace_rows(int window_rows) {
 
 // Launches a configuration of one head size. The files made of instantiation.cu.in have one each.
 template <int kHeadSize>
-cudaError_t launch_kernels(const LaunchRequest& request);
+cudaError_t launch_head_size(const LaunchRequest& request);
 
 }  // namespace nwor

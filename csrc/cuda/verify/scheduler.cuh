@@ -149,7 +149,7 @@ __device__ __forceinline__ bool first_split(const VerifyParams& p, const Request
 // Finds where a thread block begins, without a plan. A function of its own: what is seldom called must not lie between
 // instructions that every launch fetches. Called by the whole thread block.
 template <int kRows, int kTile>
-__device__ __noinline__ void find_schedule(const VerifyParams& p, int2* table, Control& control,
+__device__ __noinline__ void find_work(const VerifyParams& p, int2* table, Control& control,
                                            SortedRequests& sorted) {
   const Requests<kRows, kTile> requests{p, table};
   requests.fill(static_cast<int>(threadIdx.x));
@@ -182,7 +182,7 @@ __device__ __forceinline__ void begin_schedule(const VerifyParams& p, const Requ
     __syncthreads();
     if (control.key == p.plan_key) return;
   }
-  find_schedule<kRows, kTile>(p, requests.table, control, sorted);
+  find_work<kRows, kTile>(p, requests.table, control, sorted);
 }
 
 // What advance_schedule() needs of a schedule that was read from a plan. It is fetched before the first tiles are, behind
@@ -241,7 +241,7 @@ __device__ __forceinline__ void take_next_inline(const VerifyParams& p, int2* ta
   control.more = more;
 }
 
-// A function of its own, as find_schedule() is.
+// A function of its own, as find_work() is.
 template <int kRows, int kTile>
 __device__ __noinline__ void take_next(const VerifyParams& p, int2* table, const Split& split, Split& next,
                                        Control& control) {
