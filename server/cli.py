@@ -101,7 +101,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         validate_parsed_serve_args(args)
     except (ValueError, TypeError, AssertionError) as error:
         raise UsageError(str(error)) from error
-    resolve_models(args, default_model)
+    resolve_models(args, default_model, current_platform.device_type)
     use_reporting_scheduler(args)
     use_one_grammar_backend(args)
     resolve_nwor(args, speculates(args))
