@@ -135,9 +135,7 @@ def use_one_grammar_backend(args: argparse.Namespace) -> None:
         config.backend = GRAMMAR_BACKEND
 
 
-def resolve_models(
-    args: argparse.Namespace, default_model: str | None = None, device_type: str = ""
-) -> None:
+def resolve_models(args: argparse.Namespace, default_model: str | None = None, device_type: str = "") -> None:
     """Settle which model, draft and method are served, and check that they fit.
 
     Sets ``args.model`` and, with a draft, ``args.speculative_config`` (vLLM's form) and ``args.draft_tokens``
