@@ -20,8 +20,8 @@ from nwor.windows.layer_ops import Source
 if TYPE_CHECKING:
     from nwor.windows.window import Window
 
-#: Rows times splits. At 32 query heads and tiles of 128 query rows these are 256 tiles, two for each of an H100's
-#: processors: more splits fill it no better, and joining them costs a launch that reads every part.
+#: Rows times splits. At 32 query heads and tiles of 128 query rows these are 256 tiles, two for each of an
+#: H100's processors: more splits fill it no better, and joining them costs a launch that reads every part.
 MOST_SPLIT_ROWS = 1024
 #: vLLM's own bound for graphs (``flash_attn_max_num_splits_for_cuda_graph``).
 MOST_SPLITS = 32

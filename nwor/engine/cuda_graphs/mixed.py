@@ -32,8 +32,9 @@ logger = logging.getLogger("vllm.nwor.mixed_graphs")
 ForwardFn = Callable[[CUDAGraphMode], None]
 ForwardFactory = Callable[..., ForwardFn]
 
-#: Rows between two graphs' sizes, by the rows up to which that holds. Above about 150 rows an 8B model's products
-#: take time in proportion to their rows, so padding costs; vLLM's own graphs pad to 8 rows, and to 16 above 256.
+#: Rows between two graphs' sizes, by the rows up to which that holds. Above about 150 rows an 8B model's
+#: products take time in proportion to their rows, so padding costs; vLLM's own graphs pad to 8 rows, and to
+#: 16 above 256.
 STEPS = ((256, 8), (512, 16), (1024, 32), (1 << 30, 64))
 #: Graphs of more rows copy their windows aside: else the memory of all rows' keys and values, layer by layer,
 #: would stay taken for them.
