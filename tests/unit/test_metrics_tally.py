@@ -131,8 +131,30 @@ def test_an_answer_sums_its_sequences_by_the_formulas():
         "kv_bytes_written": written * b,
         "kv_bytes_saved": (baseline - written) * b,
         "direct_windows": {"fault": 1},
+        "max_draft_tokens": None,
+        "why_bounded": None,
+        "steps_without_drafts": 0,
     }
     assert describe([RequestSpecDecodeMetrics.new(DRAFTS), None]) is None
+
+
+def test_an_answer_tells_the_tightest_bound_of_its_sequences():
+    parts = [figures.RequestFigures(**vars(RequestSpecDecodeMetrics.new(DRAFTS))) for _ in range(3)]
+    assert describe(parts)["why_bounded"] is None
+    for part, bound, why, skipped in zip(
+        parts, (3, 0, None), ("asked", "rarely accepted", ""), (0, 7, 2), strict=True
+    ):
+        part.nwor_max_draft_tokens, part.nwor_why_bounded = bound, why
+        part.nwor_steps_without_drafts = skipped
+
+    def told(known):
+        answer = describe(known)
+        return [answer[name] for name in ("max_draft_tokens", "why_bounded", "steps_without_drafts")]
+
+    assert told(parts) == [0, "rarely accepted", 9]
+    assert told(parts[:1]) == [3, "asked", 0]
+    parts[1].nwor_max_draft_tokens = None  # it has come back
+    assert told(parts[1:]) == [None, "rarely accepted", 9]
 
 
 def make_logger(engines: int = 1, peers: Peers | None = None) -> NworStatLogger:

@@ -104,9 +104,7 @@ class DraftLengthPolicy:
         if now is None or found[best] < (1.0 - HYSTERESIS) * now:
             self.chosen = best
         self._found = found
-        self.why = (
-            f"{self.chosen} draft tokens give {1.0 / found[self.chosen]:.0f} tokens/s with {requests} requests"
-        )
+        self.why = f"{self.chosen} draft tokens give {1.0 / found[self.chosen]:.0f} tokens/s with {requests} requests"
 
     def _cost(self, requests: int, drafts: int, tokens: float) -> float:
         """Return the seconds of a token."""
@@ -169,5 +167,3 @@ class DraftLengthPolicy:
                 result["milliseconds"][str(drafts)] = round(1e3 * seconds, 3)
                 result["tokens_per_second"][str(drafts)] = round(1.0 / cost, 1)
         return result
-
-

@@ -1,4 +1,4 @@
-"""How many drafts a single request's windows may have: as it asked, and none where they are hardly ever accepted.
+"""How many drafts a request's windows may have: as it asked, and none where they are hardly ever accepted.
 
 The drafter drafts for every request of a step alike, so its cache stays right; what is cut is what the next
 step verifies. Both bounds act on ``Request.spec_token_ids``, from which vLLM's scheduler takes the windows.
@@ -24,7 +24,8 @@ logger = logging.getLogger("vllm.nwor.scheduler")
 #: Name of the bound among a request's ``SamplingParams.extra_args``.
 MAX_DRAFT_TOKENS = "nwor_max_draft_tokens"
 
-#: Windows over which a request's accepted drafts are averaged, the latest counting most; it is judged no sooner.
+#: Windows over which a request's accepted drafts are averaged, the latest counting most, and that it takes
+#: to judge it.
 AVERAGED = 32
 #: A request with fewer accepted drafts a window than this stops drafting.
 RARE = 0.1
