@@ -31,6 +31,29 @@ class NworWorkerMixin:
         super().finish_weight_update()  # type: ignore[misc]
         self._nwor.take_scales()
 
+    def nwor_set_draft_tokens(
+        self, wanted: str, asked: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """Have draft tokens chosen within bounds, or keep to a number, from one of the next steps on.
+
+        Args:
+            wanted: ``auto``, bounds within those of the start as ``auto:1-6``, or a number.
+            asked: who asked for it and when, for the list of changes.
+
+        Returns:
+            This rank's number, what held before, what holds now, the number of verify steps so far, and what was
+            changed in words.
+
+        Raises:
+            ConfigError: if it does not fit what the engine was started with.
+
+        """
+        state = self._nwor.state
+        old = state.set_draft_tokens(wanted)
+        what = f"set draft tokens from {old} to {state.draft_tokens} at verify step {state.steps}"
+        state.note(asked, what)
+        return {"rank": self.rank, "old": old, "new": state.draft_tokens, "step": state.steps, "what": what}
+
     def nwor_set_mode(self, mode: str, asked: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
         """Put a mode in force from the next step on.
 

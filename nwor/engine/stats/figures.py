@@ -8,6 +8,7 @@ decoder is told to build the subclasses.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
@@ -65,6 +66,8 @@ class EngineFigures:
         mismatches: figures that do not agree with each other, by what was compared.
         failures: exceptions that were traced to requests, by the place where they came up.
         failed_requests: requests that ended for them, by place.
+        draft_steps: steps by the draft tokens that they made for each request, where those are chosen.
+        drafting: what is chosen at present, and why, as plain JSON values; None where nothing is.
 
     """
 
@@ -82,6 +85,8 @@ class EngineFigures:
     mismatches: dict[str, int] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
     failed_requests: dict[str, int] = field(default_factory=dict)
+    draft_steps: dict[int, int] = field(default_factory=dict)
+    drafting: dict[str, Any] | None = None
 
 
 @dataclass
