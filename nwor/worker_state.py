@@ -55,8 +55,8 @@ class WorkerState:
         mixed_graphs_why_not: why mixed steps do not run in one graph; None where they do.
         windows: windows since the start.
         fast_paths: what is shortened of vLLM's own code here, in every mode.
-        draft_tokens: draft tokens as they were asked for while the engine ran, a number or bounds; empty where the
-            settings hold.
+        draft_tokens: draft tokens as they were asked for while the engine ran, a number or bounds; empty
+            where the settings hold.
         draft_costs: what steps cost by their draft tokens, as measured at the start; None where that was not.
         draft_costs_why_not: why it was not; None where it was, or where the number of draft tokens is fixed.
         changes: the latest changes that somebody asked for, oldest first: when, by which key, what.
@@ -297,6 +297,7 @@ class WorkerState:
             },
             "draft_costs": None if self.draft_costs is None else self.draft_costs.plain(),
             "draft_costs_why_not": self.draft_costs_why_not,
+            "draft_tokens": self.draft_tokens or str(self.config.draft_tokens or ""),
             "changes": self.changes,
             "counts": self.counts.plain(),
         }

@@ -25,12 +25,14 @@ from nwor.config import NworConfig
 from nwor.counts.records import StepRecord, WindowKind, WorkerFacts, add_bytes
 from nwor.counts.window_table import WindowTable
 from nwor.engine.draft_lengths.lookup import DraftLengths
+from nwor.engine.draft_lengths.request_bounds import BoundedDrafts
 from nwor.engine.fastpath.scheduler import FastScheduling
 from nwor.engine.pipeline_parallel.freed import FreedRequests, freed_by
 from nwor.engine.request_isolation.common import StepFailures
 from nwor.engine.request_isolation.request_failures import RequestFailures
 from nwor.engine.stats.figures import EngineFigures, EngineStats, RequestFigures
 from nwor.engine.stats.step_messages import announce, announce_fast_paths, costs_of, record_of
+from nwor.modes import Mode
 
 logger = logging.getLogger("vllm.nwor.scheduler")
 
@@ -44,8 +46,10 @@ _Waiting = tuple[StepRecord, frozenset[str]]
 _NONE: frozenset[str] = frozenset()
 
 
-class NworScheduling(RequestFailures):
+class NworScheduling(BoundedDrafts, RequestFailures):
     """Mixin before a scheduler class of an engine that asked for NWOR."""
+
+    dynamic_sd_lookup: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -154,6 +158,8 @@ class NworScheduling(RequestFailures):
         if record.facts is not self._nwor_facts:
             self._nwor_due = self._nwor_due or record.facts != self._nwor_facts
             self._nwor_facts = record.facts
+            # Graphs for requests without drafts among windows are those of `stage`.
+            self._nwor_bounds.watch = self._nwor_watches and record.facts.mode == Mode.STAGE
         if record.facts.earlier is not None or record.treatment.copied_bytes:
             self._nwor_take_extra(record)
 
@@ -203,6 +209,7 @@ class NworScheduling(RequestFailures):
             new.late_windows += int(ended.sum()) * len(records)
         new.commits += sum([record.commits for record in records])
         new.commit_seconds += sum([record.commit_seconds for record in records])
+        self._nwor_bounds.observe(request_ids, accepted)
         if self._nwor_windows + len(request_ids) * len(records) != records[-1].all_windows:
             self._nwor_find_missing(records, len(request_ids))
         self._nwor_windows = records[-1].all_windows
@@ -292,6 +299,8 @@ class NworScheduling(RequestFailures):
             assert self._nwor_facts is not None
             figures.nwor, figures.nwor_token_bytes = kinds, self._nwor_facts.token_bytes
             figures.nwor_extra = dict(self._nwor_extra.get(request.request_id, {}))
+        if isinstance(figures, RequestFigures):
+            self._nwor_bounds.enter(request.request_id, figures)
         return kinds
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:

@@ -64,8 +64,8 @@ class NworWorkerMixin:
             asked: who asked for it and when, for the list of changes.
 
         Returns:
-            This rank's number, what held before, what holds now, the number of verify steps so far, and what was
-            changed in words.
+            This rank's number, what held before, what holds now, the number of verify steps so far, and what
+            was changed in words.
 
         Raises:
             ConfigError: if it does not fit what the engine was started with.

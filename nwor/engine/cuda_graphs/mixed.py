@@ -39,8 +39,8 @@ STEPS = ((256, 8), (512, 16), (1024, 32), (1 << 30, 64))
 #: Graphs of more rows copy their windows aside: else the memory of all rows' keys and values, layer by layer,
 #: would stay taken for them.
 MOST_KEPT_ROWS = 512
-#: Graphs of windows alone have at most as many rows; larger steps of windows run in graphs of mixed steps, in which
-#: an attention without rows is launched in each layer.
+#: Graphs of windows alone have at most as many rows; larger steps of windows run in graphs of mixed steps, in
+#: which an attention without rows is launched in each layer.
 MOST_WINDOW_ROWS = 1024
 #: Slot of a row that is not written.
 NO_SLOT = -1

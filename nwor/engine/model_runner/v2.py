@@ -49,7 +49,7 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
             return "graphs of steps with adapters are captured for one number of draft tokens"
         mixed = self.nwor.mixed
         if mixed is not None and not mixed.graphs:
-            return f"without graphs of mixed steps there are none of windows of any length: {self.nwor.state.mixed_graphs_why_not}"
+            return f"there are no graphs of windows of any length: {self.nwor.state.mixed_graphs_why_not}"
         return None
 
     def finish_requests(self, scheduler_output: Any) -> None:

@@ -28,12 +28,18 @@ class RequestFigures(RequestSpecDecodeMetrics):
         nwor: windows by kind.
         nwor_token_bytes: bytes of one token over the staged layers of all ranks.
         nwor_extra: bytes by path that were written beyond the figures of the kinds.
+        nwor_max_draft_tokens: the bound of its windows' draft tokens in force; None where there is none.
+        nwor_steps_without_drafts: steps in which the bound left no drafts.
+        nwor_why_bounded: why it has or had a bound; empty where it never had one.
 
     """
 
     nwor: dict[WindowKind, int] = field(default_factory=dict)
     nwor_token_bytes: int = 0
     nwor_extra: dict[str, int] = field(default_factory=dict)
+    nwor_max_draft_tokens: int | None = None
+    nwor_steps_without_drafts: int = 0
+    nwor_why_bounded: str = ""
 
     @property
     def tally(self) -> Tally:
