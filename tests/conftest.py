@@ -40,6 +40,8 @@ def free_port() -> int:
     return find_free_port()
 
 
+pytest_plugins = ("tests.lanes", "tests.required")
+
 #: Servers of this run, for the reports of failed tests.
 servers: list[ServerProcess] = []
 
