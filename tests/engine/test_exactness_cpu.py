@@ -38,7 +38,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     with engines.one_at_a_time() as make:
         llm = make(**engines.PROBED, speculative_config=engines.eagle(request.param))
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == AHEAD
-        runner = "nwor.engine.runner_v2" if V2 else "nwor.engine.runner_v1"
+        runner = "nwor.engine.model_runner.v2" if V2 else "nwor.engine.model_runner.v1"
         assert llm.collective_rpc("runner_module")[0].startswith(runner)
         yield llm
 

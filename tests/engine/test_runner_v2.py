@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.skipif(V2, reason="runs only besid
 #: What runs in one process, by what it is. Each can be in another lane than the others.
 FILES = {
     "modes": "exactness_cpu switches_cpu mixed_steps_cpu",
-    "faults": "faults_cpu isolation_cpu lean_greedy_cpu",
+    "faults": "faults_cpu isolation_cpu greedy_rejection_cpu",
     "features": "features_cpu",
     "processes": "pipeline_parallel tensor_parallel_cpu",
 }
@@ -27,7 +27,10 @@ FILES = {
 
 @pytest.mark.parametrize(
     "files",
-    [pytest.param(files, id=name, marks=pytest.mark.xdist_group(f"v2 {name}")) for name, files in FILES.items()],
+    [
+        pytest.param(files, id=name, marks=pytest.mark.xdist_group(f"v2 {name}"))
+        for name, files in FILES.items()
+    ],
 )
 def test_on_model_runner_v2(files: str) -> None:
     pytest.importorskip("triton")
@@ -37,7 +40,9 @@ def test_on_model_runner_v2(files: str) -> None:
 def test_each_file_runs_here_once() -> None:
     runs = [f"test_{name}.py" for files in FILES.values() for name in files.split()]
     folder = Path(__file__).parent
-    named = {path.name for path in folder.glob("test_*.py") if re.search(r"\bV2\b|INHERITED", path.read_text())}
+    named = {
+        path.name for path in folder.glob("test_*.py") if re.search(r"\bV2\b|INHERITED", path.read_text())
+    }
     assert len(runs) == len(set(runs))
     # Adapters are nothing for runner V2 on a CPU.
     assert set(runs) == named - {Path(__file__).name, "test_adapters_cpu.py"}

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from server.admission import check_grammar
+from server.api.admission import check_grammar
+from server.api.refusals import RefusalError
 from server.options import DEFAULT_MAX_GRAMMAR
-from server.refusals import RefusalError
 
 
 def check(schema: Any) -> None:

@@ -41,7 +41,17 @@ def test_known():
 def run(folder: Path, names: str, tests: str = TESTS) -> tuple[int, str]:
     (folder / "test_sample.py").write_text(tests)
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.required", "-p", "no:cacheprovider", "-rsf", str(folder)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.required",
+            "-p",
+            "no:cacheprovider",
+            "-rsf",
+            str(folder),
+        ],
         env={**os.environ, VARIABLE: names, "PYTHONPATH": str(ROOT)},
         cwd=folder,
         capture_output=True,
@@ -80,10 +90,15 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_program_is_one_that_tests_skip_for() -> None:
-    reasons = "\n".join(
-        line
-        for path in (ROOT / "tests").rglob("*.py")
-        if path.name not in ("required.py", Path(__file__).name)
-        for line in path.read_text(encoding="utf-8").splitlines()
-    ).replace("importorskip(\"", "'").replace("\"", "'").replace("{ROUTER_VARIABLE}", "NWOR_TEST_ROUTER")
+    reasons = (
+        "\n".join(
+            line
+            for path in (ROOT / "tests").rglob("*.py")
+            if path.name not in ("required.py", Path(__file__).name)
+            for line in path.read_text(encoding="utf-8").splitlines()
+        )
+        .replace('importorskip("', "'")
+        .replace('"', "'")
+        .replace("{ROUTER_VARIABLE}", "NWOR_TEST_ROUTER")
+    )
     assert [name for name in MISSING if missed(reasons, [name]) is None] == []
