@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -26,6 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU with CUDA")
         for item in marked:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over what has been imported: engines and benchmarks make many."""
+    gc.freeze()
 
 
 def find_free_port() -> int:

@@ -1,9 +1,9 @@
-"""Tests side by side, in lanes of pytest-xdist: each lane on processors of its own, in an order that ends soon.
+"""Tests side by side, in lanes of pytest-xdist: each on processors of its own, long files first.
 
 Engines that share processors wait for each other's threads, and are several times as slow. So a lane takes
 its share of the processors before anything counts them, and all that it starts inherits it.
 
-What shares an engine or a server stays in one lane. Long files come first: short ones fill the end.
+What shares an engine or a server stays in one lane. Short files fill the end.
 """
 
 from __future__ import annotations

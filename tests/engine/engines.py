@@ -50,7 +50,7 @@ def start(**settings: Any) -> Any:
 
     from nwor.engine.plugin import register
 
-    # An engine that starts collects garbage seven times; what has been imported is none.
+    # An engine that starts collects garbage seven times; vLLM's modules are none.
     gc.freeze()
     if AHEAD:
         schedule_asynchronously()
