@@ -20,7 +20,7 @@ from tests.engine.runner import V2
 pytestmark = pytest.mark.engine
 
 #: Fewer where kernels are interpreted: sampling a token takes a hundred times as long.
-PROMPTS, NEW_TOKENS = (8, 12) if V2 else (16, 24)
+PROMPTS, NEW_TOKENS = (8, 9) if V2 else (16, 24)
 #: Windows of all requests are fewer; windows beside a chunk of a prompt are more.
 FEW_ROWS = 45
 
