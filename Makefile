@@ -56,7 +56,7 @@ serve: setup
 
 # Each server and each lane would compile the same sources again where no bytecode may be written.
 test: setup-dev
-	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(LANES) --dist loadgroup --no-loadscope-reorder --durations 25 -rs $(TESTS)
+	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(LANES) --dist loadscope --durations 25 -rs $(TESTS)
 
 # Everything that shows a build to be right and fast on GPUs, with a record of it: see docs/release.md.
 test-gpu:

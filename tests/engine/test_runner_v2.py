@@ -25,16 +25,10 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        pytest.param(files, id=name, marks=pytest.mark.xdist_group(f"v2 {name}"))
-        for name, files in FILES.items()
-    ],
-)
-def test_on_model_runner_v2(files: str) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_on_model_runner_v2(name: str) -> None:
     pytest.importorskip("triton")
-    run_again(files, "v2", "tests.engine.runner")
+    run_again(FILES[name], "v2", "tests.engine.runner")
 
 
 def test_each_file_runs_here_once() -> None:

@@ -1,6 +1,6 @@
 """Claim: a skip for want of a program that NWOR_TESTS_REQUIRE names is a failure, and every other one stays.
 
-Coverage: tests, fixtures and whole modules that skip, in a pytest of their own; all reasons that may be named.
+Coverage: tests, fixtures and whole modules that skip, in a pytest of their own; all that may be named.
 """
 
 from __future__ import annotations
