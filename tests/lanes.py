@@ -74,12 +74,14 @@ def group_of(nodeid: str) -> str:
     return name + test[test.find("[") :] if name == AGAIN and "[" in test else name
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Return how many lanes ``-n auto`` means."""
     by_memory = int(psutil.virtual_memory().available // LANE_BYTES)
     return max(1, min(len(os.sched_getaffinity(0)), by_memory))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Deal groups out, in the order of :func:`pytest_collection_modifyitems`."""
     from xdist.scheduler import LoadScopeScheduling
