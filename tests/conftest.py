@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -28,6 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over what has been imported: engines and benchmarks make many."""
+    gc.freeze()
+
+
 def find_free_port() -> int:
     """Return a port that nobody listens on right now."""
     with socket.socket() as probe:
@@ -39,6 +45,8 @@ def find_free_port() -> int:
 def free_port() -> int:
     return find_free_port()
 
+
+pytest_plugins = ("tests.lanes", "tests.required")
 
 #: Servers of this run, for the reports of failed tests.
 servers: list[ServerProcess] = []

@@ -127,23 +127,26 @@ class Worker(NworWorkerMixin):
 
 
 class Engine:
-    """Two ranks, behind the one call that the admin routes make."""
+    """One engine of two ranks, behind the one call that the admin routes make."""
 
     def __init__(self, on_mode: Any) -> None:
         settings = {"mode": "stage", "modes": ["off", "stage"]}
         self.vllm_config = SimpleNamespace(additional_config={"nwor": settings})
+        self.engine_core = self
         self.errored = False
         self.on_mode = on_mode
         config = NworConfig.from_mapping(settings)
         self.ranks = [WorkerState(config, config.mode, steps=7) for _ in range(2)]
         self.workers = [Worker(rank, state) for rank, state in enumerate(self.ranks)]
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def call_utility_all_async(self, call: str, method: str, *args: Any) -> list[list[Any]]:
+        assert call == "collective_rpc"
+        _timeout, passed, _named = args
         if self.errored:
             raise EngineDeadError
-        answers = [getattr(worker, method)(*args) for worker in self.workers]
+        answers = [getattr(worker, method)(*passed) for worker in self.workers]
         self.on_mode(self.ranks[0].mode.value)
-        return answers
+        return [answers]
 
 
 class StandIn:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 SEED = 20_261_125
 AT_ONCE = 6
-GROUPS = 40
+GROUPS = 16
 
 
 @pytest.fixture(scope="module")
