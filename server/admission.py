@@ -11,11 +11,14 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from server.options import DEFAULT_MAX_GRAMMAR
 from server.refusals import RefusalError
 
+#: Encodes as vLLM's messages to the engine do, as far as integers go.
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda _: None)
 #: Parts of a schema beyond which it is not searched for references to itself.
 _MAX_PARTS = 100_000
 
@@ -46,6 +49,7 @@ class Admission:
         """
         if not isinstance(params, SamplingParams):
             return
+        check_integers(params)
         if self._speculates and params.logprob_token_ids:
             raise RefusalError(
                 "logprob_token_ids is not served beside speculative decoding: ask for logprobs, or have the "
@@ -104,10 +108,37 @@ class Admission:
         @functools.wraps(generate)
         def checked(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
             self.check(sampling_params)
+            check_integers(kwargs)
             results: AsyncIterator[Any] = generate(prompt, sampling_params, *args, **kwargs)
             return results
 
         engine.generate = checked
+
+
+def check_integers(values: SamplingParams | dict[str, Any]) -> None:
+    """Refuse integers that no message to the engine can hold.
+
+    Args:
+        values: sampling parameters, or other arguments of a request by name.
+
+    Raises:
+        RefusalError: names the argument.
+
+    """
+    try:
+        _ENCODER.encode(values)
+    except OverflowError:
+        pass
+    else:
+        return
+    named = values if isinstance(values, dict) else msgspec.structs.asdict(values)
+    for name, value in named.items():
+        try:
+            _ENCODER.encode(value)
+        except OverflowError:
+            raise RefusalError(
+                f"{name}: an integer has more than 64 bits: send a smaller one.", parameter=name
+            ) from None
 
 
 def check_grammar(structured: Any, largest: int) -> None:

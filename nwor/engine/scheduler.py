@@ -27,6 +27,7 @@ from nwor.engine.isolation import StepFailures
 from nwor.engine.lean_scheduling import LeanScheduling
 from nwor.engine.record import announce, announce_fast_paths, record_of
 from nwor.engine.request_failures import RequestFailures
+from nwor.engine.seeded_starts import drop_placeholders
 from nwor.engine.window_table import WindowTable
 from nwor.tally import RankFacts, StepRecord, WindowKind, add_bytes
 
@@ -84,6 +85,10 @@ class NworScheduling(RequestFailures):
             announce(output, in_flight)
             self._nwor_freed.note(self._nwor_made, in_flight, freed_by(output))
         return output
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        drop_placeholders(scheduler_output, self.requests)
+        super()._update_after_schedule(scheduler_output)
 
     def add_request(self, request: Request) -> None:
         """Take in a request, its figures with room for the windows."""

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.sampling_params import SamplingParams
 
 pytest.importorskip("vllm")
 
-from server.admission import check_grammar
+from server.admission import check_grammar, check_integers
 from server.options import DEFAULT_MAX_GRAMMAR
 from server.refusals import RefusalError
 
@@ -43,3 +44,18 @@ def test_a_long_chain_takes_no_time() -> None:
     began = time.monotonic()
     check(chain(3900, {"type": "string"}))
     assert time.monotonic() - began < 1
+
+
+def test_integers_that_no_message_holds() -> None:
+    params = SamplingParams(stream_interval=2**64)
+    with pytest.raises(RefusalError, match="stream_interval: an integer has more than 64 bits") as caught:
+        check_integers(params)
+    assert caught.value.parameter == "stream_interval"
+    for value in (2**64, -(2**63) - 1):
+        with pytest.raises(RefusalError, match="deep"):
+            check_integers({"priority": 0, "deep": {"list": [1, value]}})
+
+
+def test_integers_that_a_message_holds() -> None:
+    check_integers(SamplingParams(stream_interval=2**64 - 1, seed=-(2**63), stop_token_ids=[5]))
+    check_integers({"priority": -(2**63), "trace_headers": None, "other": object()})
