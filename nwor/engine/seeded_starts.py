@@ -1,9 +1,9 @@
 """A seeded request begins with the same random numbers beside others as alone.
 
-vLLM gives a request that needs one token only, and that starts beside others, placeholders for drafts (-1), so
-that the step keeps its CUDA graph. All are rejected, and the request's token is drawn as a rejected draft's
-replacement: from the right distribution, but with other random numbers than without placeholders. Seeded
-requests start without them here.
+A request that needs one token only, and that starts beside others, gets placeholders (-1) for drafts from
+vLLM, so that the step keeps its CUDA graph. All are rejected, and the request's token is drawn as a rejected
+draft's replacement: from the right distribution, but with other random numbers than without placeholders.
+Seeded requests start without them here.
 """
 
 from __future__ import annotations
