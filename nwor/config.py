@@ -5,6 +5,7 @@ They travel inside the engine's own configuration, so they reach every worker of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,6 +21,67 @@ _COUNTS = ("self_check_interval", "mixed_graph_rows", "grammar_seconds")
 
 #: Longest window that the verify kernels take, in tokens.
 MAX_WINDOW = 64
+#: Draft tokens of a step where their number is fixed and nobody gives one.
+DEFAULT_DRAFT_TOKENS = 4
+#: Most draft tokens that ``auto`` chooses where no bounds are given.
+MOST_AUTO_DRAFT_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class DraftBounds:
+    """Between which numbers of draft tokens the engine chooses, step by step.
+
+    Attributes:
+        least: 0 allows steps without drafts.
+        most: vLLM's ``num_speculative_tokens`` is at least this.
+
+    """
+
+    least: int = 0
+    most: int = MOST_AUTO_DRAFT_TOKENS
+
+    def __post_init__(self) -> None:
+        """Check the bounds.
+
+        Raises:
+            ConfigError: if they are not in order, or the longest window has no room for them.
+
+        """
+        if not 0 <= self.least <= self.most or not 1 <= self.most < MAX_WINDOW:
+            raise ConfigError(
+                f"draft tokens {self.least} to {self.most} are no bounds: give LEAST-MOST with LEAST 0 or more "
+                f"and MOST from 1 to {MAX_WINDOW - 1}, as auto:1-8"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> DraftBounds:
+        """Return the bounds of ``auto`` or ``auto:LEAST-MOST``.
+
+        Raises:
+            ConfigError: if it is of another form.
+
+        """
+        match = re.fullmatch(r"auto(?::(\d+)-(\d+))?", text.strip())
+        if match is None:
+            raise ConfigError(f"{text!r} is no choice of draft tokens: use auto, or bounds as auto:1-8")
+        return cls(int(match[1]), int(match[2])) if match[1] else cls()
+
+    def __str__(self) -> str:
+        """Return the text that :meth:`parse` reads."""
+        return f"auto:{self.least}-{self.most}"
+
+    @property
+    def fixed(self) -> int:
+        """Draft tokens of each step while nothing is chosen."""
+        return max(self.least, min(DEFAULT_DRAFT_TOKENS, self.most))
+
+    @property
+    def schedule(self) -> list[tuple[int, int, int]]:
+        """What vLLM's ``num_speculative_tokens_per_batch_size`` is set to: it captures graphs by it.
+
+        Graphs for windows of other lengths are NWOR's own.
+        """
+        return [(1, 1, 0), (2, 2, self.fixed)]
 
 
 @dataclass(frozen=True)
@@ -36,6 +98,8 @@ class NworConfig:
         fast_sampling: find the most likely tokens with NWOR's own kernels, on model runner V2 on CUDA, in
             every mode.
         grammar_seconds: what compiling one grammar may take; 0 has no limit, and vLLM's own compiler.
+        draft_tokens: the engine chooses each step's number of draft tokens within these bounds; None where
+            vLLM's own settings fix it.
 
     """
 
@@ -46,6 +110,7 @@ class NworConfig:
     fast_host: bool = True
     fast_sampling: bool = True
     grammar_seconds: int = 20
+    draft_tokens: DraftBounds | None = None
 
     def __post_init__(self) -> None:
         """Check that the settings fit together.
@@ -91,6 +156,13 @@ class NworConfig:
         for name in ("fast_host", "fast_sampling"):
             if name in settings:
                 values[name] = _parse_bool(name, settings[name])
+        if settings.get("draft_tokens") is not None:
+            if not isinstance(settings["draft_tokens"], str):
+                raise ConfigError(
+                    f"NWOR setting 'draft_tokens' must be auto or auto:LEAST-MOST, not {settings['draft_tokens']!r}: "
+                    "a fixed number is vLLM's own setting num_speculative_tokens"
+                )
+            values["draft_tokens"] = DraftBounds.parse(settings["draft_tokens"])
         return cls(**values)
 
     @classmethod
@@ -121,6 +193,7 @@ class NworConfig:
             "fast_host": self.fast_host,
             "fast_sampling": self.fast_sampling,
             "grammar_seconds": self.grammar_seconds,
+            "draft_tokens": None if self.draft_tokens is None else str(self.draft_tokens),
         }
 
 

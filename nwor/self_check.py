@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import torch
 
-from nwor.group import LayerGroupOps, Source
-from nwor.state import RankState
-from nwor.window import Window, WindowBatch
+from nwor.windows.layer_ops import LayerGroupOps, Source
+from nwor.windows.window import Window, WindowBatch
+from nwor.worker_state import WorkerState
 
 
 class SelfCheck:
@@ -39,7 +39,7 @@ class SelfCheck:
         """Go on with another record of the same batch; rows without a slot there are not checked."""
         self._batch = batch
 
-    def report(self, state: RankState, sources: Mapping[str, Source], rejected: torch.Tensor) -> None:
+    def report(self, state: WorkerState, sources: Mapping[str, Source], rejected: torch.Tensor) -> None:
         """Count the check, and turn NWOR off if an invariant is broken or the check itself fails.
 
         Args:

@@ -10,20 +10,20 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 
-from nwor.engine.metrics import attach_metrics
-from server import (
+from nwor.engine.stats.metrics import attach_metrics
+from server import dashboard
+from server.admin_api import routes as admin_routes
+from server.api import (
     acceptance,
-    admin,
     admission,
     beam_search,
-    dashboard,
     http_errors,
     mended_answers,
     model_route,
     openapi_document,
     output_processor,
 )
-from server.body_limit import BodyLimitMiddleware
+from server.api.body_limit import BodyLimitMiddleware
 from server.nwor_options import admin_is_separate
 
 
@@ -44,7 +44,7 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     model_route.install(app)
     metrics = attach_metrics(engine)
     if not admin_is_separate(args):
-        admin.install(app, engine, args.admin_api_key, metrics)
+        admin_routes.install(app, engine, args.admin_api_key, metrics)
         dashboard.install(app)
     # Innermost: behind the check of the API key, and inside the error handlers' reach.
     app.user_middleware.append(Middleware(BodyLimitMiddleware, limit=args.max_body_size))

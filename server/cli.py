@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from nwor.version import __version__
 from server import environment
+from server.api_servers.count import resolve_processes
 from server.checks import check_port, prescan
 from server.errors import StartupError, UsageError
 from server.models import is_local
@@ -27,7 +28,6 @@ from server.options import (
     use_one_grammar_backend,
     use_reporting_scheduler,
 )
-from server.processes import resolve_processes
 
 PROG = "nwor-server"
 EXIT_FAILED = 1
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(version.report())
         return 0
     if arguments[:1] == ["mode"]:
-        from server import admin_cli
+        from server.admin_api import cli as admin_cli
 
         return admin_cli.main(arguments[1:])
     try:
@@ -161,7 +161,7 @@ def _run(args: argparse.Namespace) -> int:
     from vllm.entrypoints.launchers.launcher import setup_server
 
     # Not at the top: the commands that start no engine need the standard library alone.
-    from server.descendants import end_descendants
+    from server.api_servers.descendants import end_descendants
 
     # Until the event loop has handlers of its own.
     signal.signal(signal.SIGTERM, partial(_interrupt, args, end_descendants))
@@ -169,7 +169,7 @@ def _run(args: argparse.Namespace) -> int:
         address, sock = setup_server(args, reuse_port=False)
     except (KeyError, OSError) as error:
         raise StartupError(str(error.args[0]) if isinstance(error, KeyError) else str(error)) from error
-    from server.admin_listener import open_listener
+    from server.admin_api.listener import open_listener
     from server.serving import serve
 
     try:
@@ -180,7 +180,7 @@ def _run(args: argparse.Namespace) -> int:
     ready = partial(_announce, args, address, admin)
     try:
         if args.api_server_count > 1:
-            from server.api_processes import ApiProcesses
+            from server.api_servers.supervisor import ApiProcesses
 
             return ApiProcesses(args, address, sock, admin).serve(ready)
         # As vLLM has it where the one process starts the engine.

@@ -8,8 +8,9 @@ registers it again.
 
 A step without drafts goes through the rejection sampler with tensors of no rows, of which the mask of
 ``top_k`` alone takes the largest: the engine dies. And ``min_tokens`` looks at a window's last row with the
-length before the window. Both are mended as in NWOR's runner: :mod:`nwor.engine.isolation_v1`. Adapters:
-:mod:`nwor.engine.adapters`. Seeded requests: :mod:`nwor.engine.cpu_generators`.
+length before the window. Both are mended as in NWOR's runner: :mod:`nwor.engine.request_isolation.v1`.
+Adapters: :mod:`nwor.engine.workarounds.adapters`. Seeded requests:
+:mod:`nwor.engine.workarounds.cpu_generators`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 
 import torch
 
-from nwor.engine import cpu_generators
-from nwor.engine.adapters import mend_cpu_operators, mend_drafter
-from nwor.engine.isolation_v1 import minimum_of_last_rows, without_empty_windows
+from nwor.engine.request_isolation.v1 import minimum_of_last_rows, without_empty_windows
+from nwor.engine.workarounds import cpu_generators
+from nwor.engine.workarounds.adapters import mend_cpu_operators, mend_drafter
 
 _MARK = "_nwor_windows_mended"
 

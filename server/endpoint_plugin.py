@@ -12,9 +12,10 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from nwor.engine.metrics import attach_metrics
-from server import acceptance, admission, beam_search, dashboard, mended_answers, output_processor
-from server.admin import Admin, make_router
+from nwor.engine.stats.metrics import attach_metrics
+from server import dashboard
+from server.admin_api.routes import Admin, make_router
+from server.api import acceptance, admission, beam_search, mended_answers, output_processor
 from server.nwor_options import ADMIN_KEY_VARIABLE
 
 #: Attribute of the command line that only ``nwor-server`` sets; it has routes of its own.

@@ -18,9 +18,9 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import Request
 
 from nwor.config import NworConfig
-from nwor.engine.figures import snapshot
-from nwor.engine.request_failures import RequestFailures
+from nwor.engine.request_isolation.request_failures import RequestFailures
 from nwor.engine.scheduler import NworAsyncScheduler, NworScheduler, NworScheduling, special_scheduler
+from nwor.engine.stats.figures import snapshot
 
 
 class _Reporting(RequestFailures):

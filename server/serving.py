@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from server.errors import StartupError
 
 if TYPE_CHECKING:
-    from server.admin_listener import AdminListener
+    from server.admin_api.listener import AdminListener
     from server.lifecycle import SignalSource
 
 
@@ -44,7 +44,7 @@ async def serve(
     """
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 
-    from server.admin_listener import create_admin_app
+    from server.admin_api.listener import create_admin_app
     from server.app import create_app
     from server.lifecycle import Lifecycle
 

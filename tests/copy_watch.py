@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from nwor.engine import planner
+from nwor.engine import step_planner
 
 
 def set_few_rows(model_runner: Any, rows: int) -> int:
     """Have steps with more rows than this copy their windows, and return the number before."""
-    before, planner.FEW_ROWS = planner.FEW_ROWS, rows
+    before, step_planner.FEW_ROWS = step_planner.FEW_ROWS, rows
     model_runner.nwor._planner._known.clear()
     model_runner.nwor._planner._latest_key = None
     return before
@@ -66,7 +66,9 @@ class CopyWatch:
                 storages[storage.data_ptr()] = storage.nbytes()
                 source_bytes += tensor.nbytes
         kept = sum(storages.values())
-        limit = max(planner.FEW_TIMES * plan.num_tokens, planner.FEW_ROWS, rank._planner.largest_graph)
+        limit = max(
+            step_planner.FEW_TIMES * plan.num_tokens, step_planner.FEW_ROWS, rank._planner.largest_graph
+        )
         if rows <= limit:
             seen["kept"] += 1
             seen["kept_mixed"] += rows > plan.num_tokens

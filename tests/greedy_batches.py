@@ -16,8 +16,8 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-from nwor.engine import lean_sampling
-from nwor.engine.lean_greedy import rejection_sample_greedy
+from nwor.engine.fastpath import greedy_sampling
+from nwor.engine.fastpath.greedy_rejection import rejection_sample_greedy
 
 #: How long the requests' windows are: all drafts, any number of them, or none.
 LENGTHS = ("full", "mixed", "none")
@@ -241,7 +241,7 @@ def check_in_place(case: Case, device: torch.device, *, greedy: bool, block: boo
     sampler: Any = make_sampler(batch, case.k, block=block)
     with filled_memory():
         want = verify(sampler._verify, batch)
-        assert lean_sampling.apply(None, sampler, case.requests, device)["verifying"] is None
+        assert greedy_sampling.apply(None, sampler, case.requests, device)["verifying"] is None
         got = verify(sampler._verify, batch)
     for ours, theirs in zip(got, want, strict=True):
         assert torch.equal(ours, theirs)

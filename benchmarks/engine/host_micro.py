@@ -28,11 +28,11 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 
 import nwor.engine.scheduler
 from nwor.config import NworConfig
-from nwor.engine.graphs import NworCudaGraphManager
-from nwor.engine.rank import Rank
-from nwor.engine.runner_v2 import NworRunnerV2
+from nwor.engine.cuda_graphs.v2 import NworCudaGraphManager
+from nwor.engine.model_runner.v2 import NworRunnerV2
+from nwor.engine.window_manager import WindowManager
 from nwor.modes import Mode
-from nwor.window import StagedLayer, Window, group_layers
+from nwor.windows.window import StagedLayer, Window, group_layers
 
 DRAFTS, LAYERS, HEADS, SIZE, BLOCK = 4, 32, 2, 16, 16
 #: Tokens that each window gives: two accepted drafts and one more.
@@ -128,10 +128,12 @@ def scheduler() -> Any:
     return nwor.engine.scheduler.NworScheduling()
 
 
-def make_rank(mode: Mode) -> Rank:
+def make_window_manager(mode: Mode) -> WindowManager:
     """Return a rank with staged layers in the CPU's memory."""
     speculative = SimpleNamespace(num_speculative_tokens=DRAFTS)
-    rank = Rank(SimpleNamespace(speculative_config=speculative), NworConfig(mode=mode), torch.device("cpu"))
+    window_manager = WindowManager(
+        SimpleNamespace(speculative_config=speculative), NworConfig(mode=mode), torch.device("cpu")
+    )
     layers = []
     for number in range(LAYERS):
         cache = torch.zeros(4, HEADS, BLOCK, 2 * SIZE, dtype=torch.bfloat16)
@@ -148,9 +150,9 @@ def make_rank(mode: Mode) -> Rank:
             direct_write=lambda key, value, slots: None,
         )
         layers.append((0, layer))
-    rank.window = Window(group_layers(layers))
-    rank.state.token_bytes = rank.state.source_token_bytes = LAYERS * 2 * HEADS * SIZE * 2
-    return rank
+    window_manager.window = Window(group_layers(layers))
+    window_manager.state.token_bytes = window_manager.state.source_token_bytes = LAYERS * 2 * HEADS * SIZE * 2
+    return window_manager
 
 
 class Steps:
@@ -166,9 +168,9 @@ class Steps:
     def __init__(self, mode: Mode, requests: int, end_every: int) -> None:
         self.end_every, self.number, self.made = end_every, 0, 0
         self.tokens = requests * (1 + DRAFTS)
-        self.rank = make_rank(mode)
+        self.window_manager = make_window_manager(mode)
         self.runner = Runner()
-        self.runner.nwor = self.rank
+        self.runner.nwor = self.window_manager
         self.slots = torch.full((1, 8192), -1, dtype=torch.int64)
         self.starts = torch.full((1025,), self.tokens, dtype=torch.int32)
         self.starts[:requests] = torch.arange(0, self.tokens, 1 + DRAFTS)
@@ -185,13 +187,13 @@ class Steps:
         self.overhead = self._overhead()
 
     def _manager(self) -> Any:
-        window = self.rank.window
+        window = self.window_manager.window
         assert window is not None
         ModelCudaGraphManager.run_fullgraph = lambda self, desc: None
         source = torch.zeros(self.tokens, HEADS, SIZE, dtype=torch.bfloat16)
         manager = ModelCudaGraphManager.__new__(ModelCudaGraphManager)
         manager.graphs = {}
-        manager = NworCudaGraphManager.adopt(manager, self.rank)
+        manager = NworCudaGraphManager.adopt(manager, self.window_manager)
         manager.stage_graphs[self.desc] = source
         manager.stage._sources[self.desc] = window.captured(
             dict.fromkeys(window.layer_names, (source, source))
@@ -294,7 +296,7 @@ def main() -> None:
             for _ in range(args.steps):
                 steps.run()
         columns[mode] = steps.summary()
-        counts = steps.rank.state.counts
+        counts = steps.window_manager.state.counts
         assert counts.accepted_tokens == (SAMPLED - 1) * counts.windows > 0
         assert counts.outcomes == {"committed" if mode == "stage" else "direct": counts.windows}
         assert not steps.scheduler._nwor_logged

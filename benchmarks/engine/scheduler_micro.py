@@ -23,13 +23,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
 
 from benchmarks.engine.scheduler_rig import Drive, Setup, make_request, make_scheduler
-from nwor.engine.lean_scheduling import LeanScheduling
+from nwor.engine.fastpath.scheduler import FastScheduling
 
 #: Steps at the start of each turn that do not count.
 WARM_UP = 4
 
 
-class LeanAsyncScheduler(AsyncScheduler, LeanScheduling):
+class FastAsyncScheduler(AsyncScheduler, FastScheduling):
     """What engines with NWOR have, less NWOR's own figures."""
 
 
@@ -88,7 +88,7 @@ def main() -> None:
     length = args.context + args.steps * (args.drafts + 1) + 256
     drives, setups = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, create in (("stock", AsyncScheduler), ("lean", LeanAsyncScheduler)):
+        for name, create in (("stock", AsyncScheduler), ("fast", FastAsyncScheduler)):
             setup = Setup(
                 drafts=args.drafts,
                 requests=args.requests,

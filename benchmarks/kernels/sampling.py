@@ -48,7 +48,7 @@ def rejection(requests: int, vocab: int) -> dict[str, Callable[[], Any]]:
     """Return both ways to the tokens of greedy requests, most of whose drafts are right."""
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-    from nwor.engine.lean_greedy import rejection_sample_greedy
+    from nwor.engine.fastpath.greedy_rejection import rejection_sample_greedy
 
     window, rows = DRAFTS + 1, requests * (DRAFTS + 1)
     logits = logits_of(rows, vocab)

@@ -61,14 +61,14 @@ LEDGER = (
         why="a request's windows have to reach the front end beside its acceptance figures",
         how="annotates spec_decode_metrics with a subclass of two more fields, which the decoder then fills",
         removal="when vLLM carries a plugin's own figures of a request",
-        where="nwor.engine.figures",
+        where="nwor.engine.stats.figures",
     ),
     Patch(
         target="vllm.v1.engine.EngineCoreOutputs",
         why="the engine's counters have to reach the front end that serves /metrics",
         how="annotates scheduler_stats with a subclass of one more field, which the decoder then fills",
         removal="when vLLM carries a plugin's own scheduler statistics",
-        where="nwor.engine.figures",
+        where="nwor.engine.stats.figures",
     ),
 )
 
@@ -79,35 +79,35 @@ OBJECT_LEDGER = (
         why="runner V2 makes its graph manager itself, and a second set of graphs has to be kept beside it",
         how="the manager, freshly made, becomes a subclass that picks the set of the mode at each replay",
         removal="when the runner takes a graph manager's class from a setting",
-        where="nwor.engine.graphs",
+        where="nwor.engine.cuda_graphs.v2",
     ),
     Patch(
         target="vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.capture",
         why="vLLM measures what its graphs take by capturing some, and mixed steps' have to be among them",
         how="the manager of that measurement, freshly made, becomes a subclass that captures them too",
         removal="when a plugin can tell what its own graphs take",
-        where="nwor.engine.graphs",
+        where="nwor.engine.cuda_graphs.v2",
     ),
     Patch(
         target="vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorCudaGraphManager",
         why="drafters make their graph manager themselves, and their first pass has a graph for mixed steps",
         how="the manager, freshly made, becomes a subclass that follows the target's choice of a mixed graph",
         removal="when a drafter takes a graph manager's class from a setting",
-        where="nwor.engine.draft_graphs",
+        where="nwor.engine.cuda_graphs.draft",
     ),
     Patch(
         target="vllm.compilation.cuda_graph.CUDAGraphWrapper",
         why="runner V1 wraps the model in a class that it names itself",
         how="the wrapper becomes a subclass that keeps a second set of graphs",
         removal="when the runner takes the wrapper's class from a setting",
-        where="nwor.engine.graphs_v1",
+        where="nwor.engine.cuda_graphs.v1",
     ),
     Patch(
         target="vllm.v1.core.kv_cache_manager.KVCacheManager",
         why="the scheduler makes its cache manager itself, and `fast_host` shortens two of its methods",
         how="the manager becomes a subclass, where it and all that it holds are the known classes",
         removal="when allocating a block that is there costs no more than that",
-        where="nwor.engine.lean_blocks",
+        where="nwor.engine.fastpath.kv_cache_manager",
     ),
     Patch(
         target="vllm.v1.core.sched.output.SchedulerOutput",
@@ -115,14 +115,14 @@ OBJECT_LEDGER = (
         how="it carries that number as one more attribute, and ModelRunnerOutput the step's record; stock "
         "code looks at neither",
         removal="when vLLM lets a scheduler send a plugin's own data to workers",
-        where="nwor.engine.record",
+        where="nwor.engine.stats.step_messages",
     ),
     Patch(
         target="vllm.v1.outputs.AsyncModelRunnerOutput.get_output",
         why="a step's windows can be counted only once its sampled tokens are on the host",
         how="the object's own method counts them after vLLM's, and then goes",
         removal="when the runner has a hook for outputs that have arrived",
-        where="nwor.engine.runner",
+        where="nwor.engine.model_runner.common",
     ),
 )
 
@@ -133,42 +133,42 @@ FAULT_LEDGER = (
         why="which requests of a step failed is known to the worker alone until its output is on the host",
         how="the object's own method adds them to vLLM's result, and then goes",
         removal="when an output can carry errors of single requests",
-        where="nwor.engine.isolation",
+        where="nwor.engine.request_isolation.common",
     ),
     Patch(
         target="vllm.v1.structured_output.StructuredOutputManager",
         why="an exception in one request's grammar ends the engine, and control tokens pass for text",
         how="the manager becomes a subclass that traces the exception, and masks control tokens",
         removal="when vLLM ends such a request alone, and no grammar's string matches a control token",
-        where="nwor.engine.grammars",
+        where="nwor.engine.request_isolation.grammars",
     ),
     Patch(
         target="vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.propose",
         why="an exception in drafting ends the engine, and no seam of runner V2 lies before it",
         how="on the speculator alone; the step goes without drafts",
         removal="when vLLM goes on without drafts",
-        where="nwor.engine.isolation_v2",
+        where="nwor.engine.request_isolation.v2",
     ),
     Patch(
         target="vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs",
         why="an exception in one request's log-probabilities ends the engine, in runner V2",
         how="on the worker alone; requests are tried by themselves",
         removal="when vLLM ends such a request alone",
-        where="nwor.engine.isolation_v2",
+        where="nwor.engine.request_isolation.v2",
     ),
     Patch(
         target="vllm.lora.layers.base.BaseLayerWithLoRA",
         why="a drafter's rows do not fit the adapters around layers that it shares: the engine dies",
         how="the drafter's own references become the layers without their adapters",
         removal="when vLLM's drafters take them off themselves",
-        where="nwor.engine.adapters",
+        where="nwor.engine.workarounds.adapters",
     ),
     Patch(
         target="vllm.lora.ops.torch_ops.lora_ops.bgmv_shrink",
         why="on a CPU rows without adapter, index -1, take the last adapter's weights",
         how="this, bgmv_expand and bgmv_expand_slice get zeros for such rows",
         removal="when vLLM's CPU operators leave them as they are",
-        where="nwor.engine.adapters",
+        where="nwor.engine.workarounds.adapters",
     ),
 )
 
@@ -179,35 +179,35 @@ SERVER_FAULT_LEDGER = (
         why="a stream's parameters are checked after its status went out, and some not at all",
         how="on the client alone; checks, then calls the original",
         removal="when vLLM checks before it answers, and refuses what it cannot do under speculation",
-        where="server.admission",
+        where="server.api.admission",
     ),
     Patch(
         target="vllm.v1.engine.output_processor.OutputProcessor",
         why="aborts are not counted, tokens past a stop string are, and errors have no words",
         how="the client's own becomes a subclass",
         removal="when vLLM counts both rightly and carries an error's message",
-        where="server.output_processor",
+        where="server.api.output_processor",
     ),
     Patch(
         target="vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion",
         why="echo drops the prompt where token ids are asked for; beam search ignores what it is asked",
         how="methods of the serving object are wrapped",
         removal="when vLLM's echo and beam search do as they are asked",
-        where="server.mended_answers",
+        where="server.api.mended_answers",
     ),
     Patch(
         target="vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search",
         why="a beam runs through end tokens other than the tokenizer's own",
         how="on the serving objects; log-probabilities of further end tokens are shown as the known one's",
         removal="when vLLM's beam search takes the model's end tokens",
-        where="server.beam_search",
+        where="server.api.beam_search",
     ),
     Patch(
         target="vllm.entrypoints.openai.responses.serving.OpenAIServingResponses",
         why="a stream that its limit cut says that it is complete",
         how="the last event is exchanged on its way out",
         removal="when vLLM sends response.incomplete",
-        where="server.mended_answers",
+        where="server.api.mended_answers",
     ),
 )
 
@@ -217,33 +217,33 @@ FAST_PATH_LEDGER = (
     Patch(
         target="vllm.v1.worker.gpu.model_runner.async_tensor_h2d",
         why="two inputs that seldom change are sent to the GPU in each step",
-        how="nwor.engine.lean_inputs: sends again what has changed",
+        how="fastpath.h2d_cache: sends again what has changed",
         removal="when model runner V2 keeps them on the device",
-        where="nwor.engine.lean_inputs",
+        where="nwor.engine.fastpath.h2d_cache",
     ),
     Patch(
         target="vllm.v1.worker.gpu.input_batch._post_update_kernel",
         why="Triton works the way from arguments to compiled kernel anew in each launch",
-        how="nwor.engine.lean_launches: gives this and each other Triton kernel of vllm.v1.worker.gpu a "
+        how="fastpath.triton_launch: gives this and each other Triton kernel of vllm.v1.worker.gpu a "
         "`run` of its own, on the kernel object alone, that remembers the way",
         removal="when Triton's launches cost no more",
-        where="nwor.engine.lean_launches",
+        where="nwor.engine.fastpath.triton_launch",
     ),
     Patch(
         target="vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.sample_draft",
         why="the drafter's argmax leaves most of the GPU idle with few rows, and no seam lies before it",
-        how="nwor.engine.lean_sampling: on the speculator alone, takes nwor.argmax_rows for it and leaves "
+        how="fastpath.greedy_sampling: on the speculator alone, takes nwor.argmax_rows for it and leaves "
         "other ways to draft to the original; only where the original's source is the known one",
         removal="when vLLM's argmax of a few rows of logits fills the GPU",
-        where="nwor.engine.lean_sampling",
+        where="nwor.engine.fastpath.greedy_sampling",
     ),
     Patch(
         target="vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler._verify",
         why="greedy batches pass through kernels made for random ones, and no seam lies before them",
-        how="nwor.engine.lean_sampling: on the sampler alone, and for greedy batches alone, takes "
+        how="fastpath.greedy_sampling: on the sampler alone, and for greedy batches alone, takes "
         "nwor.argmax_rows and one small kernel; only where what it stands for has the known sources",
         removal="when vLLM has a way of its own for greedy batches",
-        where="nwor.engine.lean_sampling",
+        where="nwor.engine.fastpath.greedy_sampling",
     ),
 )
 
@@ -256,14 +256,14 @@ MENDS_LEDGER = (
         "offset, which CPU generators do not have: the engine dies",
         how="puts the generators' states back after sampling",
         removal="when vLLM asks for a generator's kind before it does so (a unit test fails on that day)",
-        where="nwor.engine.cpu_generators",
+        where="nwor.engine.workarounds.cpu_generators",
     ),
     Patch(
         target="vllm.v1.worker.cpu_model_runner.CPUModelRunner._bookkeeping_sync",
         why="the entry before",
         how="hides those generators while vLLM would turn them back",
         removal="with the entry before",
-        where="nwor.engine.cpu_generators",
+        where="nwor.engine.workarounds.cpu_generators",
     ),
     Patch(
         target="vllm.utils.cpu_triton_utils._expand_kernel_impl",
@@ -288,42 +288,42 @@ SERVER_LEDGER = (
         why="vLLM answers a wrong API key with a body of its own",
         how="the application's middleware is named as a subclass that answers with OpenAI's body",
         removal="when vLLM's refusal has OpenAI's body",
-        where="server.http_errors",
+        where="server.api.http_errors",
     ),
     Patch(
         target=f"{_COMPLETION}.completion_stream_generator",
         why="a stream without a usage chunk has no acceptance figures, and no answer has NWOR's",
         how="on the serving object alone, adds them to the stream's last chunk",
         removal="when vLLM lets a plugin add to an answer's metrics",
-        where="server.acceptance",
+        where="server.api.acceptance",
     ),
     Patch(
         target=f"{_CHAT}.chat_completion_stream_generator",
         why="as before, for chat",
         how="the same function as before",
         removal="with the entry before",
-        where="server.acceptance",
+        where="server.api.acceptance",
     ),
     Patch(
         target=f"{_COMPLETION}.request_output_to_completion_response",
         why="no whole answer has NWOR's figures",
         how="on the serving object alone, adds them to the answer",
         removal="with the entries before",
-        where="server.acceptance",
+        where="server.api.acceptance",
     ),
     Patch(
         target=f"{_CHAT}.chat_completion_full_generator",
         why="as before, for chat",
         how="likewise",
         removal="with the entries before",
-        where="server.acceptance",
+        where="server.api.acceptance",
     ),
     Patch(
         target="vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.responses_full_generator",
         why="answers of the responses API have neither figures",
         how="on the serving object alone, adds both",
         removal="when vLLM adds acceptance there, and with the entries before",
-        where="server.acceptance",
+        where="server.api.acceptance",
     ),
 )
 
@@ -378,7 +378,7 @@ def apply_config_patch() -> None:
 
 def apply_decoder_patch() -> None:
     """Apply the last two entries of the ledger, in a process that will hold an engine's client."""
-    from nwor.engine import figures
+    from nwor.engine.stats import figures
 
     figures.apply_decoder_patch()
 
@@ -387,8 +387,8 @@ def apply_cpu_runner_patch() -> None:
     """Apply the second entry of the ledger, once a process, and mend the class that the new one builds on."""
     import vllm.v1.worker.cpu_worker as cpu_worker
 
-    from nwor.engine import cpu_generators
-    from nwor.engine.runner_v1_cpu import NworCPUModelRunnerV1
+    from nwor.engine.model_runner.v1_cpu import NworCPUModelRunnerV1
+    from nwor.engine.workarounds import cpu_generators
 
     cpu_generators.mend()
     cpu_worker.CPUModelRunner = NworCPUModelRunnerV1
@@ -398,6 +398,6 @@ def apply_cpu_runner_v2_patch() -> None:
     """Apply the third entry of the ledger, once a process."""
     import vllm.v1.worker.cpu.model_runner as model_runner
 
-    from nwor.engine.runner_v2_cpu import NworCPUModelRunnerV2
+    from nwor.engine.model_runner.v2_cpu import NworCPUModelRunnerV2
 
     model_runner.CPUModelRunner = NworCPUModelRunnerV2

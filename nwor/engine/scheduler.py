@@ -21,15 +21,15 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
-from nwor.engine.figures import EngineFigures, EngineStats, RequestFigures
-from nwor.engine.freed import FreedRequests, freed_by
-from nwor.engine.isolation import StepFailures
-from nwor.engine.lean_scheduling import LeanScheduling
-from nwor.engine.record import announce, announce_fast_paths, record_of
-from nwor.engine.request_failures import RequestFailures
-from nwor.engine.seeded_starts import drop_placeholders
-from nwor.engine.window_table import WindowTable
-from nwor.tally import RankFacts, StepRecord, WindowKind, add_bytes
+from nwor.counts.records import StepRecord, WindowKind, WorkerFacts, add_bytes
+from nwor.counts.window_table import WindowTable
+from nwor.engine.fastpath.scheduler import FastScheduling
+from nwor.engine.pipeline_parallel.freed import FreedRequests, freed_by
+from nwor.engine.request_isolation.common import StepFailures
+from nwor.engine.request_isolation.request_failures import RequestFailures
+from nwor.engine.stats.figures import EngineFigures, EngineStats, RequestFigures
+from nwor.engine.stats.step_messages import announce, announce_fast_paths, record_of
+from nwor.engine.workarounds.seeded_starts import drop_placeholders
 
 logger = logging.getLogger("vllm.nwor.scheduler")
 
@@ -52,7 +52,7 @@ class NworScheduling(RequestFailures):
         self._nwor_waiting: list[_Waiting] = []
         self._nwor_new = EngineFigures()
         self._nwor_latest: StepRecord | None = None
-        self._nwor_facts: RankFacts | None = None
+        self._nwor_facts: WorkerFacts | None = None
         self._nwor_due = True
         self._nwor_next = 0.0
         self._nwor_windows = 0
@@ -326,11 +326,11 @@ class NworScheduling(RequestFailures):
             logger.error("NWOR's figures do not agree (%s): %s; further ones are only counted", what, detail)
 
 
-class NworScheduler(NworScheduling, LeanScheduling):
+class NworScheduler(NworScheduling, FastScheduling):
     """For engines that wait for each step."""
 
 
-class NworAsyncScheduler(NworScheduling, AsyncScheduler, LeanScheduling):
+class NworAsyncScheduler(NworScheduling, AsyncScheduler, FastScheduling):
     """For engines that schedule a step ahead."""
 
 

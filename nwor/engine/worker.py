@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from nwor.engine.rank import Rank
+from nwor.engine.window_manager import WindowManager
 from nwor.modes import Mode
 
 
@@ -17,9 +17,9 @@ class NworWorkerMixin:
     rank: int
 
     @property
-    def _nwor(self) -> Rank:
-        rank: Rank = self.model_runner.nwor
-        return rank
+    def _nwor(self) -> WindowManager:
+        manager: WindowManager = self.model_runner.nwor
+        return manager
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load weights anew; the scales of an fp8 cache may be others then."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from nwor.engine.adapters import mend_cpu_operators
 from nwor.engine.patches import apply_cpu_runner_patch, apply_cpu_runner_v2_patch
+from nwor.engine.workarounds.adapters import mend_cpu_operators
 from nwor.engine.worker import NworWorkerMixin
 
 
@@ -15,7 +15,7 @@ class NworCPUWorker(NworWorkerMixin, CPUWorker):  # type: ignore[misc]
 
     def init_device(self) -> None:
         """Name the NWOR backend and runner before either is looked up."""
-        register_backend(AttentionBackendEnum.CPU_ATTN, "nwor.engine.attention_cpu.NworCPUAttentionBackend")
+        register_backend(AttentionBackendEnum.CPU_ATTN, "nwor.engine.attention.cpu.NworCPUAttentionBackend")
         if self.use_v2_model_runner:
             apply_cpu_runner_v2_patch()
         else:

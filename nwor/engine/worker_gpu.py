@@ -16,15 +16,15 @@ class NworGPUWorker(NworWorkerMixin, Worker):  # type: ignore[misc]
     def init_device(self) -> None:
         """Name the NWOR backend before the model's layers look theirs up."""
         register_backend(
-            AttentionBackendEnum.FLASH_ATTN, "nwor.engine.attention_flash.NworFlashAttentionBackend"
+            AttentionBackendEnum.FLASH_ATTN, "nwor.engine.attention.flash.NworFlashAttentionBackend"
         )
         super().init_device()
 
     def _make_model_runner(self) -> Any:
         if self.use_v2_model_runner:
-            from nwor.engine.runner_v2_gpu import NworGPUModelRunnerV2
+            from nwor.engine.model_runner.v2_gpu import NworGPUModelRunnerV2
 
             return NworGPUModelRunnerV2(self.vllm_config, self.device)
-        from nwor.engine.runner_v1_gpu import NworGPUModelRunnerV1
+        from nwor.engine.model_runner.v1_gpu import NworGPUModelRunnerV1
 
         return NworGPUModelRunnerV1(self.vllm_config, self.device)

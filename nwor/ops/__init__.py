@@ -9,9 +9,9 @@ from nwor.ops.registry import LIBRARIES  # loads the libraries; the modules belo
 
 from nwor.ops.attention import MAX_WINDOW, verify_attention, verify_attention_workspace_size  # isort: skip
 from nwor.ops.argmax import argmax_rows, make_argmax_workspace
+from nwor.ops.attention_plan import make_verify_plan, plan_verify_attention
 from nwor.ops.commit_call import PreparedCommit
 from nwor.ops.layer_table import LayerTables, make_cache_table, make_layer_table
-from nwor.ops.plan import make_verify_plan, plan_verify_attention
 from nwor.ops.slots import commit_window, log_slots, make_slot_log, restore_slots
 from nwor.ops.staging import stage_window
 

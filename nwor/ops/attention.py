@@ -121,8 +121,8 @@ def verify_attention(
             window's length on must be 0: what a row sees that has others differs between CPU and CUDA. None
             is a causal chain.
         lse: float32 [Hq, T], written: natural log of the softmax's denominator, the sink included.
-        plan: what :func:`~nwor.ops.plan.plan_verify_attention` wrote for these lengths; None to find it out
-            in this call. Of no use on a CPU.
+        plan: what :func:`~nwor.ops.attention_plan.plan_verify_attention` wrote for these lengths; None to
+            find it out in this call. Of no use on a CPU.
         validate: False leaves out the checks of this function, for callers that made the same call before;
             those of the op itself remain.
 

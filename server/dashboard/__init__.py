@@ -13,7 +13,7 @@ from pathlib import Path
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from nwor.engine.support import REASONS
+from nwor.engine.eligibility import REASONS
 
 #: Where the page's files lie; all of them are served, and nothing else.
 STATIC = Path(__file__).parent / "static"

@@ -20,8 +20,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from nwor.config import NworConfig
 from nwor.engine.worker import NworWorkerMixin
 from nwor.modes import Mode
-from nwor.state import RankState
-from server import admin, dashboard, http_errors
+from nwor.worker_state import WorkerState
+from server import dashboard
+from server.admin_api import routes as admin_routes
+from server.api import http_errors
 
 KEY = "boss-key"
 TOKEN_BYTES = 2560
@@ -119,7 +121,7 @@ class Metrics:
 class Worker(NworWorkerMixin):
     """What the admin routes call on a rank, on a state without a model."""
 
-    def __init__(self, rank: int, state: RankState) -> None:
+    def __init__(self, rank: int, state: WorkerState) -> None:
         self.rank = rank
         self.model_runner = SimpleNamespace(nwor=SimpleNamespace(state=state))
 
@@ -133,7 +135,7 @@ class Engine:
         self.errored = False
         self.on_mode = on_mode
         config = NworConfig.from_mapping(settings)
-        self.ranks = [RankState(config, config.mode, steps=7) for _ in range(2)]
+        self.ranks = [WorkerState(config, config.mode, steps=7) for _ in range(2)]
         self.workers = [Worker(rank, state) for rank, state in enumerate(self.ranks)]
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -164,7 +166,7 @@ class StandIn:
     def app(self) -> FastAPI:
         app = FastAPI()
         http_errors.install(app)
-        admin.install(app, self.engine, self.key, None)
+        admin_routes.install(app, self.engine, self.key, None)
         dashboard.install(app)
 
         @app.get("/metrics")

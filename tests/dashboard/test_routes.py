@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from nwor.engine.support import REASONS
+from nwor.engine.eligibility import REASONS
 from server import dashboard
 from server.endpoint_plugin import NworEndpoints
 from tests.server_process import ROOT

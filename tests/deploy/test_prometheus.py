@@ -35,7 +35,7 @@ REGISTERED = """
 from prometheus_client import REGISTRY
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.metrics.loggers import PrometheusStatLogger
-from nwor.engine.metrics import NworStatLogger
+from nwor.engine.stats.metrics import NworStatLogger
 from server import demo
 
 draft = {"method": demo.draft_method(), "model": str(demo.draft_path()), "num_speculative_tokens": 4}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nwor.engine.attention_cpu import NworCPUAttentionMetadataBuilder
-from nwor.engine.layers import target_layers
+from nwor.engine.attention.cpu import NworCPUAttentionMetadataBuilder
+from nwor.engine.attention.target_layers import target_layers
 
 MESSAGE = "broken on purpose"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nwor.engine.layers import target_layers
+from nwor.engine.attention.target_layers import target_layers
 from server import cpu_sampling  # its import mends sampling in the worker's process, as the server does
 from tests.copy_watch import CopyWatch
 from tests.engine.breaking import Breaking

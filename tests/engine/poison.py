@@ -121,7 +121,7 @@ def grammar_masks() -> Iterator[None]:
         with mock.patch.object(StructuredOutputsWorker, "apply_grammar_bitmask", apply):
             yield
         return
-    from nwor.engine import isolation_v1
+    from nwor.engine.request_isolation import v1 as isolation_v1
 
     original = isolation_v1.apply_grammar_bitmask
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from nwor.engine.attention_cpu import layer_cache_views
-from nwor.engine.layers import target_layers
+from nwor.engine.attention.cpu import layer_cache_views
+from nwor.engine.attention.target_layers import target_layers
 from server import cpu_sampling  # its import mends sampling in the worker's process, as the server does
 from tests.copy_watch import set_few_rows
 
@@ -226,7 +226,7 @@ class StageProbe:
                     mine[place[0], place[2]] = old[place[0], place[2]]
 
     def _views(self, name: str, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        from nwor.engine.attention_cpu import cache_views
+        from nwor.engine.attention.cpu import cache_views
 
         return cache_views(cache, self._layers[name].isa)
 

@@ -42,7 +42,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
             worker_extension_cls="tests.engine.cache_probe.CacheProbe",
         )
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == AHEAD
-        runner = "nwor.engine.runner_v2" if V2 else "nwor.engine.runner_v1"
+        runner = "nwor.engine.model_runner.v2" if V2 else "nwor.engine.model_runner.v1"
         assert llm.collective_rpc("runner_module")[0].startswith(runner)
         yield llm
 

@@ -74,8 +74,8 @@ def _run(llm: Any, mode: str, *, seeded: bool = False) -> list[tuple[int, ...]]:
 
 def _watched(llm: Any, **params: Any) -> tuple[list[tuple[int, ...]], dict[str, Any], dict[str, Any]]:
     """Return the tokens in mode ``stage``, what was kept alive and copied, and the rank's figures."""
-    from nwor.accounting import WindowCounts
-    from nwor.tally import Tally
+    from nwor.counts.formulas import WindowCounts
+    from nwor.counts.records import Tally
 
     llm.collective_rpc("nwor_set_mode", args=("stage",))
     llm.collective_rpc("copies_start")

@@ -202,7 +202,7 @@ def test_preempted_requests_count(small_engine: Any) -> None:
     from prometheus_client import REGISTRY
     from vllm import SamplingParams
 
-    from nwor.engine.metrics import attach_metrics
+    from nwor.engine.stats.metrics import attach_metrics
 
     assert attach_metrics(small_engine.llm_engine) is not None
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)

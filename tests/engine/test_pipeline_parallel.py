@@ -102,8 +102,8 @@ def _watched(llm: Any, mode: str, run: Callable[[], Any]) -> tuple[Any, list[dic
 
 
 def _compare_with_counters(told: Sequence[Any], counts: dict[str, Any]) -> None:
-    from nwor.accounting import WindowCounts
-    from nwor.tally import Tally
+    from nwor.counts.formulas import WindowCounts
+    from nwor.counts.records import Tally
 
     total = WindowCounts()
     for figures in told:

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.skipif(V2, reason="runs only besid
 @pytest.mark.parametrize(
     "file",
     [
-        "test_lean_greedy_cpu.py",
+        "test_greedy_rejection_cpu.py",
         "test_exactness_cpu.py",
         "test_faults_cpu.py",
         "test_isolation_cpu.py",

@@ -21,16 +21,17 @@ from tests.server_process import ROOT
 
 pytestmark = pytest.mark.engine
 
+_GENERATORS = "nwor.engine.workarounds.cpu_generators"
 #: What is ours in an engine without NWOR, by what it is in the place of.
 MENDS = {
-    # Around that of nwor.engine.cpu_generators.
+    # Around that of _GENERATORS.
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner._sample": "server.cpu_sampling",
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner.load_model": "server.cpu_sampling",
-    "vllm.v1.worker.cpu_model_runner.CPUModelRunner._bookkeeping_sync": "nwor.engine.cpu_generators",
+    "vllm.v1.worker.cpu_model_runner.CPUModelRunner._bookkeeping_sync": _GENERATORS,
     "vllm.utils.cpu_triton_utils._expand_kernel_impl": "server.cpu_sampling",
     # Adapters on a CPU: where the operators are defined, and where they are called from.
     **{
-        f"vllm.lora.{module}.{name}": "nwor.engine.adapters"
+        f"vllm.lora.{module}.{name}": "nwor.engine.workarounds.adapters"
         for module in ("ops.torch_ops.lora_ops", "punica_wrapper.punica_cpu")
         for name in ("bgmv_expand", "bgmv_expand_slice", "bgmv_shrink")
     },

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nwor.engine.layers import target_layers
+from nwor.engine.attention.target_layers import target_layers
 from tests.copy_watch import CopyWatch
 
 

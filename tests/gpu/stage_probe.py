@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nwor.window import StagedLayer
+from nwor.windows.window import StagedLayer
 from tests.gpu.rank_probe import RankProbe
 
 #: A number that every float format holds exactly, throughout a row of all heads.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nwor.engine.mixed_graphs import MOST_KEPT_ROWS
+from nwor.engine.cuda_graphs.mixed import MOST_KEPT_ROWS
 from tests.gpu import demo_engine, near_ties
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]

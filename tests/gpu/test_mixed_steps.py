@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nwor.engine.planner import FEW_ROWS
+from nwor.engine.step_planner import FEW_ROWS
 from tests.gpu import demo_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]

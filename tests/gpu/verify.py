@@ -79,7 +79,7 @@ def checks() -> list[Step]:
         _pytest("features", f"{tests}/test_features.py"),
         _pytest("mixed", f"{tests}/test_mixed_steps.py"),
         _pytest("mixed-graphs", f"{tests}/test_mixed_graphs.py"),
-        _pytest("lean-sampling", f"{tests}/test_lean_sampling.py"),
+        _pytest("greedy-sampling", f"{tests}/test_greedy_sampling.py"),
         _pytest("server", f"{tests}/test_server.py"),
         _pytest("rounding", f"{tests}/test_rounding.py"),
         _pytest("tensor-parallel", f"{tests}/test_tensor_parallel.py", gpus=2),

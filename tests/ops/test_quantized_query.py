@@ -17,10 +17,10 @@ import torch
 
 from nwor import ops, reference
 from nwor.config import NworConfig
-from nwor.engine.binding import LayerBinding, parameters_of
+from nwor.engine.attention.layer_context import LayerContext, parameters_of
 from nwor.modes import Mode
-from nwor.state import RankState
-from nwor.window import StagedLayer, Window, group_layers
+from nwor.windows.window import StagedLayer, Window, group_layers
+from nwor.worker_state import WorkerState
 from tests.ops.cases import (
     BF16,
     FP16,
@@ -93,13 +93,13 @@ def module(scales: torch.Tensor, *, quantizes: bool = True) -> Any:
 
 def bound(
     case: AttentionCase, a: dict[str, Any], scales: torch.Tensor, workspace: torch.Tensor
-) -> LayerBinding:
+) -> LayerContext:
     caches = a["key_cache"], a["value_cache"]
     kinds = case.kv_cache_dtype, a["k_scale"], a["v_scale"], case.dtype
     layer = StagedLayer("0", caches[0], *caches, *kinds, lambda *_: None)
-    state = RankState(NworConfig(), Mode.STAGE)
+    state = WorkerState(NworConfig(), Mode.STAGE)
     parameters = parameters_of(module(scales), max(case.windows))
-    return LayerBinding(Window(group_layers([(0, layer)])), state, layer, parameters, workspace)
+    return LayerContext(Window(group_layers([(0, layer)])), state, layer, parameters, workspace)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -115,20 +115,20 @@ def test_a_layers_queries_are_those_of_stock_attention(
     factor = scale.repeat_interleave(case.heads // scale.numel())[:, None]
     a["query"] = (a["query"].float() / factor).to(E4M3)
     workspace = make_workspace(inputs, max(case.windows))
-    binding = bound(case, a, scale, workspace)
+    layer_context = bound(case, a, scale, workspace)
     output = torch.full_like(inputs.output.view, 7.0)
     rows = a["query"], a["key"], a["value"]
-    binding.attend(*rows, a["block_table"], a["query_start_loc"], a["seq_lens"], output)
+    layer_context.attend(*rows, a["block_table"], a["query_start_loc"], a["seq_lens"], output)
 
     want, _ = reference.verify_attention(**{**a, "scale": 0.125, "q_scale": scale})
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(output.double(), want, atol=tolerance, rtol=tolerance)
     if scale.numel() > 1:
-        assert binding.parameters.query_scales is not None
+        assert layer_context.parameters.query_scales is not None
     else:
-        assert binding.parameters.query_scales is None
-        assert binding.parameters.scale == 0.125 * float(scale)
-    run(case, inputs, scale=binding.parameters.scale, q_scale=binding.parameters.query_scales)
+        assert layer_context.parameters.query_scales is None
+        assert layer_context.parameters.scale == 0.125 * float(scale)
+    run(case, inputs, scale=layer_context.parameters.scale, q_scale=layer_context.parameters.query_scales)
     assert torch.equal(output, inputs.output.view)
     # It would show if the numbers were taken as they come.
     run(case, inputs, scale=0.125, q_scale=None)

@@ -12,8 +12,8 @@ import torch
 from nwor.config import NworConfig
 from nwor.modes import Mode
 from nwor.self_check import SelfCheck
-from nwor.state import RankState
-from nwor.window import StagedLayer, Window, WindowBatch, group_layers
+from nwor.windows.window import StagedLayer, Window, WindowBatch, group_layers
+from nwor.worker_state import WorkerState
 
 BLOCKS, BLOCK_SIZE, HEADS, SIZE = 6, 4, 2, 8
 GRAPH_ROWS, ROWS = 8, 5  # of the graph; of the step: windows of 3 and 2 tokens
@@ -100,7 +100,7 @@ def test_a_failed_check_turns_nwor_off_and_raises_nothing(wrong: str) -> None:
     window, caches = _window()
     sources = _begin(window)
     window.adopt(window.captured(sources))
-    check, state = SelfCheck(window), RankState(NworConfig.from_mapping({"mode": "stage"}), Mode.STAGE)
+    check, state = SelfCheck(window), WorkerState(NworConfig.from_mapping({"mode": "stage"}), Mode.STAGE)
     rejected = torch.tensor([1, 0], dtype=torch.int32)
     window.commit(rejected)
     if wrong == "a spoilt slot":

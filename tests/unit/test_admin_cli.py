@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from server import admin_cli, fleet
+from server.admin_api import cli as admin_cli
+from server.admin_api import fleet
 
 KEY = "admin-secret"
 #: Answers of the admin API by status, in its own words.

@@ -16,10 +16,11 @@ from pydantic import ValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from nwor.config import NworConfig
+from nwor.counts.records import Treatment
 from nwor.modes import Mode
-from nwor.state import RankState
-from nwor.tally import Treatment
-from server import admin, http_errors
+from nwor.worker_state import WorkerState
+from server.admin_api import routes as admin_routes
+from server.api import http_errors
 
 KEY = "boss"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -38,7 +39,7 @@ class Engine:
         self.most_running = 0
         config = NworConfig.from_mapping(settings or {})
         #: Of the first engine, then of the next.
-        self.ranks = [RankState(config, config.mode, last_stage=i % 2 == 1) for i in range(2 * engines)]
+        self.ranks = [WorkerState(config, config.mode, last_stage=i % 2 == 1) for i in range(2 * engines)]
         self.engine_core = self
 
     async def call_utility_all_async(
@@ -75,7 +76,7 @@ class Engine:
 def call(engine: Engine, method: str, path: str = "/admin/nwor", key: str | None = KEY, **kwargs: Any) -> Any:
     app = FastAPI()
     http_errors.install(app)
-    admin.install(app, engine, key, None)
+    admin_routes.install(app, engine, key, None)
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app)
@@ -136,12 +137,12 @@ def test_bad_bodies_are_400_and_say_what_to_send(body: bytes, words: str) -> Non
     if words != "no JSON object":
         # The model says no by itself, wherever it is used.
         with pytest.raises(ValidationError):
-            admin.ModeChange.model_validate_json(body)
+            admin_routes.ModeChange.model_validate_json(body)
 
 
 @pytest.mark.parametrize("text", ["off", "STAGE", " cow\n"])
 def test_a_mode_may_be_written_in_any_case(text: str) -> None:
-    assert admin.ModeChange.model_validate({"mode": text}).mode is Mode.parse(text)
+    assert admin_routes.ModeChange.model_validate({"mode": text}).mode is Mode.parse(text)
 
 
 def test_a_mode_that_was_not_enabled_is_409() -> None:
@@ -188,7 +189,7 @@ def test_a_switch_is_confirmed_logged_and_harmless_when_repeated(caplog: pytest.
 
 def test_parallel_switches_are_taken_one_after_the_other() -> None:
     engine = Engine(SETTINGS)
-    owner = admin.Admin(KEY)
+    owner = admin_routes.Admin(KEY)
     owner.connect(engine, None)
 
     async def all_at_once() -> list[dict[str, Any]]:

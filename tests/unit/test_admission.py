@@ -11,9 +11,9 @@ from vllm.sampling_params import SamplingParams
 
 pytest.importorskip("vllm")
 
-from server.admission import check_grammar, check_integers
+from server.api.admission import check_grammar, check_integers
+from server.api.refusals import RefusalError
 from server.options import DEFAULT_MAX_GRAMMAR
-from server.refusals import RefusalError
 
 
 def check(schema: Any) -> None:

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from nwor import ops
-from nwor.engine.binding import AttentionParameters, AttentionPlan, LayerBinding
-from nwor.engine.plan import StepPlan
+from nwor.engine.attention.layer_context import AttentionParameters, AttentionPlan, LayerContext
+from nwor.engine.step_plan import StepPlan
 from tests.unit.toy_layers import SIZE, ToyLayers
 
 PARAMETERS = AttentionParameters(
@@ -55,9 +55,9 @@ def bind(toy: ToyLayers, *windows: int) -> list[AttentionPlan]:
 
 
 def begin(toy: ToyLayers) -> StepPlan:
-    plan = toy.rank.plan_step(["a", "b"], [4, 4], [3, 3])
+    plan = toy.window_manager.plan_step(["a", "b"], [4, 4], [3, 3])
     assert plan is not None
-    toy.rank.begin(plan, STARTS, SLOTS)
+    toy.window_manager.begin(plan, STARTS, SLOTS)
     assert toy.window.staging
     return plan
 
@@ -116,13 +116,15 @@ def test_a_layer_attends_with_the_plan(written: list[Any], monkeypatch: pytest.M
     toy = ToyLayers()
     (plan, *_) = bind(toy, *[-1] * len(toy.names))
     layer = toy.window.groups[0].layers[0]
-    binding = LayerBinding(toy.window, toy.rank.state, layer, PARAMETERS, torch.empty(0), plan)
+    layer_context = LayerContext(
+        toy.window, toy.window_manager.state, layer, PARAMETERS, torch.empty(0), plan
+    )
     seen: dict[str, Any] = {}
     monkeypatch.setattr(ops, "verify_attention", lambda *_args, **named: seen.update(named))
     begin(toy)
     rows = torch.zeros(8, 2, SIZE)
     lengths = torch.tensor([20, 30], dtype=torch.int32)
-    binding.attend(rows, rows, rows, torch.zeros(2, 2, dtype=torch.int32), STARTS, lengths, rows)
+    layer_context.attend(rows, rows, rows, torch.zeros(2, 2, dtype=torch.int32), STARTS, lengths, rows)
     assert seen["plan"] is plan.of(toy.window, DTYPE, STARTS, lengths)
     assert [seen for seen, _ in written] == [[20, 30]]
     toy.window.abort()
@@ -137,7 +139,9 @@ def test_queries_go_to_attention_as_they_came(
     (plan, *_) = bind(toy, *[-1] * len(toy.names))
     layer = toy.window.groups[0].layers[0]
     parameters = replace(PARAMETERS, query_scales=scales)
-    binding = LayerBinding(toy.window, toy.rank.state, layer, parameters, torch.empty(0), plan)
+    layer_context = LayerContext(
+        toy.window, toy.window_manager.state, layer, parameters, torch.empty(0), plan
+    )
     seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     monkeypatch.setattr(
         ops, "verify_attention", lambda *rows, **named: seen.append((rows[0], named["q_scale"]))
@@ -146,7 +150,7 @@ def test_queries_go_to_attention_as_they_came(
     rows = torch.zeros(8, 2, SIZE)
     table, lengths = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([20, 30], dtype=torch.int32)
     for query, wanted in ((rows.to(QUANTIZED), scales), (rows, None)):
-        binding.attend(query, rows, rows, table, STARTS, lengths, rows)
+        layer_context.attend(query, rows, rows, table, STARTS, lengths, rows)
         assert seen[-1][0] is query
         assert seen[-1][1] is wanted
     assert [layers["quantized_query"] for _, layers in written] == [True, False]

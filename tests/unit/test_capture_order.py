@@ -21,13 +21,13 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     ModelCudaGraphManager,
 )
 
-from nwor.engine.graphs import (
+from nwor.engine.cuda_graphs.mixed import descriptors
+from nwor.engine.cuda_graphs.v2 import (
     NworCudaGraphManager,
     ProfiledCudaGraphManager,
     _CaptureBothModes,
     _CaptureForSize,
 )
-from nwor.engine.mixed_graphs import descriptors
 from tests.unit.toy_layers import ToyLayers
 
 UNIFORM = BatchExecutionDescriptor(CUDAGraphMode.FULL, 12, 3, uniform_token_count=4)
@@ -84,8 +84,8 @@ def test_vllms_estimate_covers_mixed_graphs(captures: Captures, pieces: int, ord
 
 def adopted(pieces: int) -> Any:
     toy = ToyLayers()
-    toy.rank.vllm_config.compilation_config = SimpleNamespace()
-    manager = NworCudaGraphManager.adopt(stock(pieces), toy.rank, descriptors(64, 4, [0]))
+    toy.window_manager.vllm_config.compilation_config = SimpleNamespace()
+    manager = NworCudaGraphManager.adopt(stock(pieces), toy.window_manager, descriptors(64, 4, [0]))
     manager._step_inputs = torch.zeros(1, 64, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)
     return manager
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from nwor.config import NworConfig
-from nwor.engine.cut_short import CutShort
-from nwor.engine.deferral import Deferral
-from nwor.engine.freed import FreedRequests, freed_by
-from nwor.engine.plan import KnownStep, StepPlan, takes_over_blocks
-from nwor.engine.record import announce, in_flight_of
+from nwor.counts.records import EarlierStages, StepRecord, Tally, Treatment, WorkerFacts
+from nwor.engine.pipeline_parallel.cut_short import CutShort
+from nwor.engine.pipeline_parallel.deferral import Deferral
+from nwor.engine.pipeline_parallel.freed import FreedRequests, freed_by
+from nwor.engine.stats.step_messages import announce, in_flight_of
+from nwor.engine.step_plan import KnownStep, StepPlan, takes_over_blocks
 from nwor.errors import WindowStateError
 from nwor.modes import Mode
-from nwor.state import RankState
-from nwor.tally import EarlierStages, RankFacts, StepRecord, Tally, Treatment
-from nwor.window import StagedLayer, Window, WindowBatch, group_layers
+from nwor.windows.window import StagedLayer, Window, WindowBatch, group_layers
+from nwor.worker_state import WorkerState
 
 HEADS, SIZE, BLOCK, LAYERS = 2, 8, 4, 3
 #: Two requests with three drafts each and, between them, a prompt's two rows.
@@ -35,7 +35,7 @@ class Stage:
         self.caches = [torch.zeros(8, BLOCK, 2, HEADS, SIZE) for _ in range(LAYERS)]
         layers = [(0, self._layer(index, cache)) for index, cache in enumerate(self.caches)]
         self.window = Window(group_layers(layers))
-        self.state = RankState(NworConfig(), Mode.STAGE)
+        self.state = WorkerState(NworConfig(), Mode.STAGE)
         self.deferral = Deferral(self.window, self.state, 2)
         self.keys: list[torch.Tensor] = []
 
@@ -274,7 +274,7 @@ def test_what_a_scheduled_step_says():
 
 @pytest.mark.parametrize("counted_first", [True, False])
 def test_the_last_stage_counts_what_the_others_leave_out(counted_first):
-    state = RankState(NworConfig(), Mode.STAGE, token_bytes=10, other_token_bytes=30, ranks=2)
+    state = WorkerState(NworConfig(), Mode.STAGE, token_bytes=10, other_token_bytes=30, ranks=2)
     cut_short = CutShort(state)
     windows = {"a": ("stage", "", 4, 3), "b": ("cow", "", 4, 1), "c": ("stage", "fault", 4, 2)}
     cut_short.next_step(0, set())
@@ -292,7 +292,7 @@ def test_the_last_stage_counts_what_the_others_leave_out(counted_first):
 
 
 def test_a_request_that_ended_with_the_result_leaves_nothing_out():
-    state = RankState(NworConfig(), Mode.STAGE, token_bytes=10, other_token_bytes=30)
+    state = WorkerState(NworConfig(), Mode.STAGE, token_bytes=10, other_token_bytes=30)
     cut_short = CutShort(state)
     cut_short.next_step(0, set())
     cut_short.count(1, {"a": ("stage", "", 4, 3)})
@@ -305,7 +305,7 @@ def test_copies_are_staging_bytes_and_counted_once(in_the_step, per_token):
     """Where all stages copy as the layers run, those before the last do not copy again afterwards."""
     earlier = EarlierStages(token_bytes=30, copied_bytes=15)
     treatment = Treatment("stage", b"", 0, 0, copied_bytes=in_the_step)
-    record = StepRecord([], treatment, b"", RankFacts("stage", 0, 40, earlier), 0)
+    record = StepRecord([], treatment, b"", WorkerFacts("stage", 0, 40, earlier), 0)
     assert record.copies(("stage", "", 4, 1)) == {"stage": 5 * per_token}
     assert record.copies(("cow", "", 4, 1)) == record.copies(("off", "", 4, 1)) == {}
     assert record.copies(("stage", "fault", 4, 1)) == {}

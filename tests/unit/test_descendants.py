@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from server import descendants
+from server.api_servers import descendants
 
 DEAF = """
 import signal, time
@@ -35,7 +35,7 @@ def run(code: str) -> str:
 def test_one_that_does_not_listen_is_killed() -> None:
     code = f"""
 import subprocess, sys
-from server.descendants import end_descendants
+from server.api_servers.descendants import end_descendants
 child = subprocess.Popen([sys.executable, "-c", {DEAF!r}], stdout=subprocess.PIPE)
 child.stdout.readline()
 end_descendants(0.2)

@@ -18,8 +18,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
-from nwor.engine.draft_graphs import NworDraftGraphManager
-from nwor.engine.mixed_graphs import descriptors
+from nwor.engine.cuda_graphs.draft import NworDraftGraphManager
+from nwor.engine.cuda_graphs.mixed import descriptors
 
 MIXED = descriptors(32, 4, [0, 1])
 UNIFORM = BatchExecutionDescriptor(CUDAGraphMode.FULL, 20, 4, uniform_token_count=5)

@@ -10,20 +10,20 @@ import torch
 
 from benchmarks.engine.scheduler_rig import Setup, make_scheduler
 from nwor.config import NworConfig
-from nwor.engine import fast_paths as worker_paths
-from nwor.engine import lean_inputs, lean_launches, lean_sampling
-from nwor.engine.record import fast_paths_of
-from nwor.engine.runner import NworRunner
+from nwor.engine.fastpath import greedy_sampling, h2d_cache, triton_launch
+from nwor.engine.fastpath import worker as worker_paths
+from nwor.engine.model_runner.common import NworRunner
 from nwor.engine.scheduler import create_scheduler
+from nwor.engine.stats.step_messages import fast_paths_of
 from nwor.fast_paths import FAST_PATHS, NO_STEP_YET, OTHER_RUNNER
 from nwor.modes import Mode
-from nwor.state import RankState
+from nwor.worker_state import WorkerState
 
 SETUP = Setup(requests=4, blocks=60, block_size=4, length=40, tokens=64, settings={})
 
 
 def report(**settings: bool) -> dict[str, Any]:
-    return RankState(NworConfig(**settings), Mode.OFF).report()["fast_paths"]
+    return WorkerState(NworConfig(**settings), Mode.OFF).report()["fast_paths"]
 
 
 def test_every_path_is_there_once() -> None:
@@ -43,7 +43,7 @@ def test_what_is_turned_off_says_by_which_flag(setting: str) -> None:
 
 def test_a_path_that_nobody_knows_is_an_error() -> None:
     with pytest.raises(KeyError):
-        RankState(NworConfig(), Mode.OFF).fast_paths.note({"other": None})
+        WorkerState(NworConfig(), Mode.OFF).fast_paths.note({"other": None})
 
 
 @pytest.fixture
@@ -55,14 +55,14 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda *args: calls.append(name) or result
 
     sampling = {"drafting": None, "verifying": "outputs are watermarked"}
-    monkeypatch.setattr(lean_sampling, "apply", stand_in("sampling", sampling))
-    monkeypatch.setattr(lean_inputs, "apply", stand_in("inputs", None))
-    monkeypatch.setattr(lean_launches, "apply", stand_in("launches", 0))
+    monkeypatch.setattr(greedy_sampling, "apply", stand_in("sampling", sampling))
+    monkeypatch.setattr(h2d_cache, "apply", stand_in("inputs", None))
+    monkeypatch.setattr(triton_launch, "apply", stand_in("launches", 0))
     return calls
 
 
 def apply(mode: Mode, **settings: bool) -> dict[str, Any]:
-    state = RankState(NworConfig(mode, **settings), mode)
+    state = WorkerState(NworConfig(mode, **settings), mode)
     state.fast_paths.note(worker_paths.apply(state.config, None, None, 4, torch.device("cpu")))
     return state.report()["fast_paths"]
 
@@ -95,7 +95,7 @@ class _Stock:
 
 class _Runner(NworRunner, _Stock):  # type: ignore[misc]
     def __init__(self) -> None:
-        self.nwor: Any = SimpleNamespace(state=RankState(NworConfig(), Mode.OFF))
+        self.nwor: Any = SimpleNamespace(state=WorkerState(NworConfig(), Mode.OFF))
 
 
 def run(scheduler: Any, steps: int = 2) -> dict[str, Any]:
@@ -114,23 +114,23 @@ def test_the_scheduler_tells_the_workers_with_its_first_step(tmp_path: Any) -> N
 
 
 def test_the_scheduler_tells_what_it_leaves_to_vllm(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nwor.engine import lean_scheduling
+    from nwor.engine.fastpath import scheduler as fast_scheduler
 
-    monkeypatch.setattr(lean_scheduling, "_why_no_steps", lambda _: "a KV connector")
+    monkeypatch.setattr(fast_scheduler, "_why_no_steps", lambda _: "a KV connector")
     said = run(make_scheduler(tmp_path, SETUP, create_scheduler))
     assert said["active"] == ["scheduler"]
     assert said["inactive"]["scheduler_steps"] == "there is a KV connector"
-    monkeypatch.setattr(lean_scheduling, "why_not", lambda _: "check_stop is not vLLM's own")
+    monkeypatch.setattr(fast_scheduler, "why_not", lambda _: "check_stop is not vLLM's own")
     said = run(make_scheduler(tmp_path, SETUP, create_scheduler))
     assert said["active"] == []
     assert said["inactive"]["scheduler"] == "check_stop is not vLLM's own"
 
 
 def test_the_gpu_runner_notes_what_it_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nwor.engine import runner_v2_gpu
+    from nwor.engine.model_runner import v2_gpu as runner_v2_gpu
 
     runner: Any = object.__new__(runner_v2_gpu.NworGPUModelRunnerV2)
-    runner.nwor = SimpleNamespace(state=RankState(NworConfig(), Mode.OFF))
+    runner.nwor = SimpleNamespace(state=WorkerState(NworConfig(), Mode.OFF))
     runner.cudagraph_manager, runner.speculator, runner.rejection_sampler = object(), object(), object()
     runner.max_num_reqs, runner.device = 4, torch.device("cpu")
     asked: list[tuple[Any, ...]] = []

@@ -14,7 +14,7 @@ import pytest
 import xgrammar
 from transformers import AutoTokenizer
 
-from nwor.engine.grammar_limit import GrammarError, LimitedCompiler
+from nwor.engine.request_isolation.grammar_limit import GrammarError, LimitedCompiler
 from server import demo
 from tests.waiting import wait_until
 

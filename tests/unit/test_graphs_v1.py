@@ -22,11 +22,12 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from nwor.engine import graphs_v1, stage_set
-from nwor.engine.graphs_v1 import NworCUDAGraphWrapper
-from nwor.engine.runner_v1_gpu import NworGPUModelRunnerV1
+from nwor.engine.cuda_graphs import stage_graphs
+from nwor.engine.cuda_graphs import v1 as graphs_v1
+from nwor.engine.cuda_graphs.v1 import NworCUDAGraphWrapper
+from nwor.engine.model_runner.v1_gpu import NworGPUModelRunnerV1
 from nwor.modes import Mode
-from nwor.window import WindowBatch
+from nwor.windows.window import WindowBatch
 from tests.unit.toy_layers import ToyLayers
 
 LONGEST = 4
@@ -64,15 +65,17 @@ class Engine:
         wrapper.cudagraph_options = CUDAGraphOptions()
         wrapper.concrete_cudagraph_entries = {}
         self.runner: Any = object.__new__(NworGPUModelRunnerV1)
-        self.runner.nwor, self.runner.model = self.toy.rank, wrapper
+        self.runner.nwor, self.runner.model = self.toy.window_manager, wrapper
         self.runner.uniform_decode_query_len = LONGEST
         self.runner.engine = self
-        self.graphs = NworCUDAGraphWrapper.adopt(wrapper, self.toy.rank)
+        self.graphs = NworCUDAGraphWrapper.adopt(wrapper, self.toy.window_manager)
         self.runner._nwor_graphs = self.graphs
 
     def _model(self) -> torch.Tensor:
         window = self.toy.window
-        self.passes.append("stage" if window.staging else "holding" if window.hold is not None else "stock")
+        self.passes.append(
+            "stage" if window.staging else "holding" if window.kept_alive is not None else "stock"
+        )
         return self.toy.forward(torch.full((self.context.batch_descriptor.num_tokens,), -1))
 
     def capture(self) -> None:
@@ -81,16 +84,16 @@ class Engine:
 
     def step(self, mode: Mode, desc: BatchDescriptor, runtime: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
         """Run a step of one full window and, where there is room for it, one of two rows."""
-        self.toy.rank.state.switch(mode)
+        self.toy.window_manager.state.switch(mode)
         self.step_on(desc, runtime)
 
     def step_on(self, desc: BatchDescriptor, runtime: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
         """Run such a step in the mode that is in force."""
         lengths, drafts = ([4, 2], [3, 1]) if desc.num_tokens > 4 else ([4], [3])
-        rank = self.toy.rank
-        plan = rank.plan_step(["a", "b"][: len(lengths)], lengths, drafts)
+        window_manager = self.toy.window_manager
+        plan = window_manager.plan_step(["a", "b"][: len(lengths)], lengths, drafts)
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), 99], dtype=torch.int32)
-        rank.begin(plan, starts, {0: SLOTS})
+        window_manager.begin(plan, starts, {0: SLOTS})
         self.context.batch_descriptor, self.context.cudagraph_runtime_mode = desc, runtime
         self.runner.model()
 
@@ -108,7 +111,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     for module in (cuda_graph, graphs_v1):
         monkeypatch.setattr(module, "get_forward_context", lambda: context)
         monkeypatch.setattr(module, "is_forward_context_available", lambda: True)
-    for module in (cuda_graph, stage_set):
+    for module in (cuda_graph, stage_graphs):
         monkeypatch.setattr(module, "weak_ref_tensors", lambda tensors: tensors)
     monkeypatch.setattr(cuda_graph, "capture_pool", lambda *args: nullcontext())
     monkeypatch.setattr(cuda_graph, "current_stream", lambda: None)
@@ -143,13 +146,13 @@ def test_both_sets_are_captured_each_pass_with_a_window_of_its_own(engine):
     assert engine.toy.window.batch is None
     assert set(engine.graphs.concrete_cudagraph_entries) == {TWO, ONE, MIXED}
     assert set(engine.graphs.stage_entries) == {TWO, ONE}
-    state = engine.toy.rank.state
+    state = engine.toy.window_manager.state
     assert state.capture_seconds > 0
     assert state.capture_bytes == 100
 
 
 def test_no_second_set_where_stage_is_not_enabled(engine):
-    engine.toy.rank.state.config = SimpleNamespace(modes=(Mode.OFF, Mode.COW))
+    engine.toy.window_manager.state.config = SimpleNamespace(modes=(Mode.OFF, Mode.COW))
     engine.capture()
     assert "stage" not in engine.passes
     assert engine.graphs.stage_entries == {}
@@ -170,8 +173,8 @@ def test_a_replayed_window_is_committed_from_where_its_graph_left_it(engine):
     engine.capture()
     kept = dict(engine.toy.made)  # of ONE, the last to be captured
     engine.step(Mode.STAGE, ONE)
-    engine.toy.rank.finish(torch.tensor([2], dtype=torch.int32))
-    assert engine.toy.rank.state.fault is None
+    engine.toy.window_manager.finish(torch.tensor([2], dtype=torch.int32))
+    assert engine.toy.window_manager.state.fault is None
     for name, cache in engine.toy.caches.items():
         lines = cache.flatten(0, 1)
         assert torch.equal(lines[:2, 0], kept[name][:2])
@@ -186,31 +189,31 @@ def failing(*args: Any, **kwargs: Any) -> None:
 def test_after_a_fault_a_rank_replays_what_the_ranks_beside_it_do(engine, monkeypatch, shared, expected):
     engine.capture()
     kept = dict(engine.toy.made)
-    rank = engine.toy.rank
-    rank.state.shared_graphs = shared
+    window_manager = engine.toy.window_manager
+    window_manager.state.shared_graphs = shared
     with monkeypatch.context() as patch:
         patch.setattr(engine.toy.window, "commit", failing)
         engine.step(Mode.STAGE, ONE)
-        assert rank.finish(torch.tensor([2], dtype=torch.int32)).faulty
+        assert window_manager.finish(torch.tensor([2], dtype=torch.int32)).faulty
     assert engine.toy.written(SLOTS[:4]) == [0, 1, 2, 3]
     for cache in engine.toy.caches.values():
         cache.zero_()
     engine.replays.clear()
     rejected = torch.tensor([2], dtype=torch.int32)
     engine.step_on(ONE)
-    plan = rank.finish(rejected)
+    plan = window_manager.finish(rejected)
     assert engine.replays == [expected]
-    assert rank.state.report()["mode"] == "off"
-    assert rank.state.fault == "commit: RuntimeError: planted"
+    assert window_manager.state.report()["mode"] == "off"
+    assert window_manager.state.fault == "commit: RuntimeError: planted"
     assert engine.toy.window.batch is None
     if shared:  # as much as stock's graph would have written, by the host's hand
         assert kept == engine.toy.made
         assert engine.toy.written(SLOTS[:4]) == [0, 1, 2, 3]
-        rank.account(plan, [1])
-        assert rank.state.counts.direct_windows == {"fault": 1}
+        window_manager.account(plan, [1])
+        assert window_manager.state.counts.direct_windows == {"fault": 1}
     engine.step(Mode.STAGE, ONE)
-    assert not rank.finish(rejected).faulty
-    assert rank.state.fault is None
+    assert not window_manager.finish(rejected).faulty
+    assert window_manager.state.fault is None
     assert engine.replays[-1] == "stage"
     engine.step(Mode.OFF, ONE)
     assert engine.replays[-1] == "stock"
@@ -221,34 +224,34 @@ def test_a_step_that_begins_with_a_fault_replays_what_the_ranks_beside_it_do(
     engine, monkeypatch, shared, expected
 ):
     engine.capture()
-    rank = engine.toy.rank
-    rank.state.shared_graphs = shared
-    rank.state.config = replace(rank.state.config, self_check_interval=1)
-    monkeypatch.setattr("nwor.engine.rank.SelfCheck", failing)
+    window_manager = engine.toy.window_manager
+    window_manager.state.shared_graphs = shared
+    window_manager.state.config = replace(window_manager.state.config, self_check_interval=1)
+    monkeypatch.setattr("nwor.engine.window_manager.SelfCheck", failing)
     engine.step(Mode.STAGE, ONE)
     assert engine.replays == [expected]
-    assert rank.finish(torch.tensor([2], dtype=torch.int32)).faulty
-    assert rank.state.fault == "begin: RuntimeError: planted"
+    assert window_manager.finish(torch.tensor([2], dtype=torch.int32)).faulty
+    assert window_manager.state.fault == "begin: RuntimeError: planted"
     if shared:
         assert engine.toy.written(SLOTS[:4]) == [0, 1, 2, 3]
 
 
 def test_a_window_that_cannot_be_opened_at_all_ends_no_step(engine, monkeypatch):
     engine.capture()
-    engine.toy.rank.state.shared_graphs = True
+    engine.toy.window_manager.state.shared_graphs = True
     monkeypatch.setattr(engine.toy.window, "begin", failing)
     engine.step(Mode.STAGE, ONE)
     assert engine.replays == ["stock"]
-    assert engine.toy.rank.finish(torch.tensor([2], dtype=torch.int32)).faulty
+    assert engine.toy.window_manager.finish(torch.tensor([2], dtype=torch.int32)).faulty
 
 
 def test_no_second_set_where_every_window_is_copied_as_layers_run(engine):
-    engine.toy.rank._planner.copy_always = True
+    engine.toy.window_manager._planner.copy_always = True
     engine.capture()
     assert "stage" not in engine.passes
     engine.step(Mode.STAGE, TWO)
     assert engine.replays == ["stock"]
-    assert engine.toy.rank.finish(torch.zeros(2, dtype=torch.int32)).direct_reason == "graph"
+    assert engine.toy.window_manager.finish(torch.zeros(2, dtype=torch.int32)).direct_reason == "graph"
 
 
 @pytest.mark.parametrize("desc", [UNKNOWN, MIXED])
@@ -256,7 +259,7 @@ def test_a_size_that_was_not_captured_for_stage_is_written_directly(engine, desc
     engine.capture()
     engine.step(Mode.STAGE, desc)
     assert engine.toy.window.finished_direct
-    plan = engine.toy.rank.finish(torch.zeros(2, dtype=torch.int32))
+    plan = engine.toy.window_manager.finish(torch.zeros(2, dtype=torch.int32))
     assert plan.direct_reason == "graph"
     # The wrapper captured what it had none for, as vLLM's does, for direct writes.
     assert engine.replays == (["stock"] if desc == MIXED else [])
@@ -269,7 +272,7 @@ def test_a_step_whose_rows_others_of_it_read_is_written_directly(engine, monkeyp
     monkeypatch.setattr(engine.toy.window, "begin", lambda batch: begin(replace(batch, early=batch.slots)))
     engine.step(Mode.STAGE, TWO)
     assert engine.replays == ["stock"]
-    assert engine.toy.rank.finish(torch.zeros(2, dtype=torch.int32)).direct_reason == "graph"
+    assert engine.toy.window_manager.finish(torch.zeros(2, dtype=torch.int32)).direct_reason == "graph"
 
 
 def test_an_error_on_the_way_to_a_graph_of_stage_takes_the_stock_graph(engine, monkeypatch):
@@ -281,12 +284,12 @@ def test_an_error_on_the_way_to_a_graph_of_stage_takes_the_stock_graph(engine, m
     engine.step(Mode.STAGE, TWO)
     assert engine.replays == ["stock"]
     assert not engine.toy.window.staging
-    state = engine.toy.rank.state
+    state = engine.toy.window_manager.state
     assert (state.mode, state.fault) == (Mode.OFF, "graph: RuntimeError: not adopted")
-    plan = engine.toy.rank.finish(torch.zeros(2, dtype=torch.int32))
+    plan = engine.toy.window_manager.finish(torch.zeros(2, dtype=torch.int32))
     assert plan.direct_reason == "fault"
     assert engine.toy.window.batch is None
-    record = engine.toy.rank.account(plan, [0, 0])
+    record = engine.toy.window_manager.account(plan, [0, 0])
     assert record.windows == {"a": ("stage", "fault", 3, 0), "b": ("stage", "fault", 1, 0)}
 
 
@@ -325,11 +328,11 @@ def test_clearing_takes_both_sets(engine):
 
 
 def test_only_the_wrapper_around_the_model_is_taken_over(engine):
-    again = NworCUDAGraphWrapper.adopt(engine.graphs, engine.toy.rank)
+    again = NworCUDAGraphWrapper.adopt(engine.graphs, engine.toy.window_manager)
     assert again is engine.graphs
 
     class Foreign(CUDAGraphWrapper):
         pass
 
     with pytest.raises(TypeError, match="Foreign"):
-        NworCUDAGraphWrapper.adopt(object.__new__(Foreign), engine.toy.rank)
+        NworCUDAGraphWrapper.adopt(object.__new__(Foreign), engine.toy.window_manager)

@@ -11,13 +11,13 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from nwor.accounting import WindowCounts, count_window
-from nwor.engine import figures
-from nwor.engine.metrics import NworStatLogger
-from nwor.engine.peers import Peers
+from nwor.counts.formulas import WindowCounts, count_window
+from nwor.counts.records import Tally, summarize
+from nwor.engine.stats import figures
+from nwor.engine.stats.metrics import NworStatLogger
+from nwor.engine.stats.peers import Peers
 from nwor.modes import Mode
-from nwor.tally import Tally, summarize
-from server.nwor_metrics import describe
+from server.api.nwor_metrics import describe
 
 DRAFTS = 4
 

@@ -19,10 +19,10 @@ pytest.importorskip("vllm")
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from nwor.engine import mixed_graphs
-from nwor.engine.graphs import NworCudaGraphManager
-from nwor.engine.mixed_graphs import MixedGraphs, descriptors, graph_sizes
-from nwor.engine.split_step import MOST_SPLIT_ROWS, SplitStep, splits_for
+from nwor.engine.attention.split_step import MOST_SPLIT_ROWS, SplitStep, splits_for
+from nwor.engine.cuda_graphs import mixed as mixed_graphs
+from nwor.engine.cuda_graphs.mixed import MixedGraphs, descriptors, graph_sizes
+from nwor.engine.cuda_graphs.v2 import NworCudaGraphManager
 from nwor.modes import Mode
 from tests.unit.toy_layers import BLOCK, BLOCKS, ToyLayers
 
@@ -39,9 +39,9 @@ class Engine:
         monkeypatch.setattr(mixed_graphs, "MOST_KEPT_ROWS", most_kept)
         monkeypatch.setattr(mixed_graphs, "weak_sources", dict)
         self.toy = ToyLayers()
-        self.rank = self.toy.rank
+        self.window_manager = self.toy.window_manager
         self.slots, self.starts = SLOTS.clone(), STARTS.clone()
-        self.mixed = self.rank.mixed = MixedGraphs(self.rank)
+        self.mixed = self.window_manager.mixed = MixedGraphs(self.window_manager)
         self.passes: dict[Any, Any] = {}
         self.descs = descriptors(32, 4, [0])
         self.mixed.capture(self.descs, self.slots, self.starts, self._run)
@@ -57,10 +57,10 @@ class Engine:
         """Begin a step, choose its graph and replay it."""
         desc = self.mixed.choose(3, ROWS, 0)
         assert desc is not None
-        plan = self.rank.plan_step(
+        plan = self.window_manager.plan_step(
             "abc", [3, 1, 7], [2, 0, 0], early=early, graph_copies=self.mixed.copies(desc)
         )
-        self.rank.begin(plan, self.starts, self.slots)
+        self.window_manager.begin(plan, self.starts, self.slots)
         self.mixed.prepare(desc)
         self.replay(desc)
         return plan
@@ -91,10 +91,10 @@ def test_windows_stay_out_of_the_cache_and_the_rest_is_written(engine: Engine) -
     plan = engine.step()
     rows = SLOTS[0, :ROWS]
     assert engine.toy.written(rows) == list(range(WINDOW_ROWS, ROWS))
-    engine.rank.finish(torch.tensor([1, 0, 0], dtype=torch.int32))
+    engine.window_manager.finish(torch.tensor([1, 0, 0], dtype=torch.int32))
     assert engine.toy.written(rows) == [0, 1, 3, *range(WINDOW_ROWS, ROWS)]
-    engine.rank.account_sampled(plan, [2, 1, 1])
-    counts, state = engine.rank.state.counts, engine.rank.state
+    engine.window_manager.account_sampled(plan, [2, 1, 1])
+    counts, state = engine.window_manager.state.counts, engine.window_manager.state
     assert counts.accepted_windows == [0, 1, 0]
     assert counts.direct_windows == {}
     copied = WINDOW_ROWS * state.engine_source_bytes if engine.mixed.copies(engine.descs[0]) else 0
@@ -104,7 +104,7 @@ def test_windows_stay_out_of_the_cache_and_the_rest_is_written(engine: Engine) -
 
 def test_slots_that_no_step_names_are_left_alone(engine: Engine) -> None:
     engine.step()
-    engine.rank.finish(torch.tensor([0, 0, 0], dtype=torch.int32))
+    engine.window_manager.finish(torch.tensor([0, 0, 0], dtype=torch.int32))
     named = set(SLOTS[0, :ROWS].tolist())
     others = torch.tensor([slot for slot in range(BLOCKS * BLOCK) if slot not in named])
     assert all(not cache.flatten(0, 1)[others].any() for cache in engine.toy.caches.values())
@@ -114,7 +114,7 @@ def test_rows_that_others_of_the_step_read_are_written_as_layers_run(engine: Eng
     rows = SLOTS[0, :ROWS]
     engine.step(early=True)
     assert engine.toy.written(rows) == [0, 3, *range(WINDOW_ROWS, ROWS)]
-    engine.rank.finish(torch.tensor([2, 0, 0], dtype=torch.int32))
+    engine.window_manager.finish(torch.tensor([2, 0, 0], dtype=torch.int32))
     assert engine.toy.written(rows) == [0, 3, *range(WINDOW_ROWS, ROWS)]
     # The step after it has nothing to write early.
     for cache in engine.toy.caches.values():
@@ -125,7 +125,7 @@ def test_rows_that_others_of_the_step_read_are_written_as_layers_run(engine: Eng
 
 @pytest.mark.parametrize("rows", [0, 4, 11])
 def test_a_graph_serves_every_split(engine: Engine, rows: int) -> None:
-    window = engine.rank.window
+    window = engine.window_manager.window
     assert window is not None
     engine.mixed._rows.fill_(rows)
     with engine.mixed._open(engine.descs[-1], engine.slots, engine.starts) as split:
@@ -141,27 +141,27 @@ def test_a_fault_before_the_replay_writes_every_row(engine: Engine, monkeypatch:
     def fail(*_: Any) -> None:
         raise RuntimeError("injected")
 
-    window = engine.rank.window
+    window = engine.window_manager.window
     assert window is not None
     engine.step()  # leaves a split behind that the next step must not find
-    engine.rank.drop()
+    engine.window_manager.drop()
     with monkeypatch.context() as patch:
         patch.setattr(window, "adopt", fail)
         plan = engine.step()
     assert engine.toy.written(SLOTS[0, :ROWS]) == list(range(ROWS))
-    assert engine.rank.state.mode is Mode.OFF
-    engine.rank.finish(torch.tensor([2, 0, 0], dtype=torch.int32))
-    engine.rank.account_sampled(plan, [1, 1, 1])
-    assert engine.rank.state.counts.direct_windows == {"fault": 1}
+    assert engine.window_manager.state.mode is Mode.OFF
+    engine.window_manager.finish(torch.tensor([2, 0, 0], dtype=torch.int32))
+    engine.window_manager.account_sampled(plan, [1, 1, 1])
+    assert engine.window_manager.state.counts.direct_windows == {"fault": 1}
     assert engine.toy.written(SLOTS[0, :ROWS]) == list(range(ROWS))
 
 
 def test_a_step_without_windows_is_written_as_a_whole(engine: Engine) -> None:
     engine.step()
-    engine.rank.drop()
+    engine.window_manager.drop()
     desc = engine.mixed.choose(3, ROWS, 0)
     assert desc is not None
-    engine.rank.begin(None, engine.starts, engine.slots)
+    engine.window_manager.begin(None, engine.starts, engine.slots)
     engine.mixed.prepare(desc)
     engine.replay(desc)
     assert engine.toy.written(SLOTS[0, :ROWS]) == list(range(ROWS))
@@ -174,10 +174,10 @@ def test_only_steps_that_are_staged_take_these_graphs(engine: Engine) -> None:
     assert choose(3, 33, 0) is None
     assert choose(5, 17, 0) is None
     assert choose(3, 17, 1) is None
-    engine.rank.state.switch(Mode.OFF)
+    engine.window_manager.state.switch(Mode.OFF)
     assert choose(1, 3, 0) is None
     assert engine.mixed.chosen is None
-    engine.rank.state.switch(Mode.STAGE)
+    engine.window_manager.state.switch(Mode.STAGE)
     engine.mixed.clear()
     assert choose(1, 3, 0) is None
 
@@ -252,12 +252,12 @@ def test_a_stream_beside_is_not_needed() -> None:
 
 @pytest.mark.parametrize(("rows", "held"), [(16, False), (32, False), (40, True), (512, True)])
 def test_vllms_pieces_keep_what_a_larger_step_leaves(engine: Engine, rows: int, held: bool) -> None:
-    window = engine.rank.window
-    manager = SimpleNamespace(mixed=engine.mixed, nwor=engine.rank)
+    window = engine.window_manager.window
+    manager = SimpleNamespace(mixed=engine.mixed, nwor=engine.window_manager)
     seen: list[bool] = []
 
     def create(desc: Any, warmup: bool) -> Any:
-        return lambda cg_mode: seen.append(window is not None and window.hold is not None)
+        return lambda cg_mode: seen.append(window is not None and window.kept_alive is not None)
 
     desc = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, rows, None)
     holding = NworCudaGraphManager._holding(manager, create)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from server import openapi_document
+from server.api import openapi_document
 
 
 class Body(BaseModel):

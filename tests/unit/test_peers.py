@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nwor.engine.peers import FOLDER_VARIABLE, Peers
+from nwor.engine.stats.peers import FOLDER_VARIABLE, Peers
 
 
 def latest(peers: Peers, engine: int, switches: int) -> bool:
@@ -71,7 +71,7 @@ def test_changes_come_one_after_the_other(tmp_path: Path) -> None:
 def test_a_process_that_ends_lets_go(tmp_path: Path) -> None:
     code = (
         "import asyncio, os, pathlib, sys\n"
-        "from nwor.engine.peers import Peers\n"
+        "from nwor.engine.stats.peers import Peers\n"
         "async def hold():\n"
         "    async with Peers(pathlib.Path(sys.argv[1]), 1).one_at_a_time():\n"
         "        print('held', flush=True)\n"

@@ -150,10 +150,10 @@ def test_ledger_names_every_module_that_changes_what_is_vllms():
     root = Path(patches.__file__).parents[2]
     # Figures' own fields are set by name, and so is what a step carries (in the ledger as one entry).
     own = {
-        "nwor.accounting": "setattr(self, name",
-        "nwor.tally": "setattr(total, name",
-        "nwor.engine.record": "setattr(scheduler_output, FAST_PATHS",
-        "server.output_processor": "setattr(finished, name",
+        "nwor.counts.formulas": "setattr(self, name",
+        "nwor.counts.records": "setattr(total, name",
+        "nwor.engine.stats.step_messages": "setattr(scheduler_output, FAST_PATHS",
+        "server.api.output_processor": "setattr(finished, name",
     }
     changing = {}
     for path in [*(root / "nwor").rglob("*.py"), *(root / "server").rglob("*.py")]:
@@ -165,9 +165,17 @@ def test_ledger_names_every_module_that_changes_what_is_vllms():
     # As many as the ledger has: a second one in a module that has one already needs a line of its own. Marks
     # that a change was made are one more each, and one function exchanges the streams of two classes.
     listed = Counter(entry.where for entry in PATCHES)
-    listed.update({"nwor.engine.patches": 1, "nwor.engine.cpu_generators": 1, "server.acceptance": -1})
+    listed.update(
+        {"nwor.engine.patches": 1, "nwor.engine.workarounds.cpu_generators": 1, "server.api.acceptance": -1}
+    )
     # What is put back counts again; an entry of a serving object stands for all of its wrapped methods.
-    listed.update({"nwor.engine.isolation": 1, "server.beam_search": 1, "server.mended_answers": 2})
+    listed.update(
+        {
+            "nwor.engine.request_isolation.common": 1,
+            "server.api.beam_search": 1,
+            "server.api.mended_answers": 2,
+        }
+    )
     assert {module: len(changes) for module, changes in changing.items()} == listed
 
 

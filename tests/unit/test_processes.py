@@ -14,11 +14,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from server import api_process, api_processes
-from server.api_process import ENGINE_DIED, READY, STOP
-from server.api_processes import ApiProcesses
+from server.api_servers import api_process, supervisor
+from server.api_servers.api_process import ENGINE_DIED, READY, STOP
+from server.api_servers.count import resolve_processes
+from server.api_servers.supervisor import ApiProcesses
 from server.errors import StartupError, UsageError
-from server.processes import resolve_processes
 
 
 def count(**given: Any) -> int:
@@ -98,9 +98,9 @@ class Process:
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> tuple[ApiProcesses, list[Process]]:
-    monkeypatch.setattr(api_processes, "_LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(api_processes, "_END_SECONDS", 0.1)
-    monkeypatch.setattr(api_processes, "ABORT_GRACE", 0.1)
+    monkeypatch.setattr(supervisor, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "_END_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor, "ABORT_GRACE", 0.1)
     args = argparse.Namespace(api_server_count=3, drain_timeout=0.1)
     return ApiProcesses(args, "", None, None), [Process(f"ApiServer_{i}") for i in range(3)]
 
@@ -203,7 +203,7 @@ def test_sockets_reach_a_process_that_starts_afresh() -> None:
     """What vLLM starts the processes with: all of it has to be there again on the other side."""
     from multiprocessing.reduction import ForkingPickler
 
-    from server.admin_listener import AdminListener
+    from server.admin_api.listener import AdminListener
     from server.nwor_options import Secret
 
     with socket.socket() as sock:

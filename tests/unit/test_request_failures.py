@@ -14,8 +14,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import LogprobsTensors
 
-from nwor.engine import grammars
-from nwor.engine.isolation import (
+from nwor.engine.request_isolation import grammars
+from nwor.engine.request_isolation.common import (
     StepFailures,
     attach_failures,
     describe,
@@ -23,7 +23,13 @@ from nwor.engine.isolation import (
     join_logprobs,
     send_failures,
 )
-from nwor.engine.request_failures import Exclusions, RequestFailures, exclusions_of, read_reason, reason
+from nwor.engine.request_isolation.request_failures import (
+    Exclusions,
+    RequestFailures,
+    exclusions_of,
+    read_reason,
+    reason,
+)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from nwor.engine import runner_v1
-from nwor.engine.attention_flash import NworFlashAttentionBackend
-from nwor.engine.plan import rejected_drafts
-from nwor.engine.record import record_of
-from nwor.engine.runner_v1 import NworRunnerV1
+from nwor.engine.attention.flash import NworFlashAttentionBackend
+from nwor.engine.model_runner import v1 as runner_v1
+from nwor.engine.model_runner.v1 import NworRunnerV1
+from nwor.engine.stats.step_messages import record_of
+from nwor.engine.step_plan import rejected_drafts
 from nwor.modes import Mode
 from tests.unit.toy_layers import ToyLayers
 
@@ -61,7 +61,7 @@ class StockRunner:
     """As much of vLLM's runner as the mixin touches."""
 
     def __init__(self, toy: ToyLayers, *, ahead: bool) -> None:
-        self.toy, self.ahead, self.nwor = toy, ahead, toy.rank
+        self.toy, self.ahead, self.nwor = toy, ahead, toy.window_manager
         self.input_batch = SimpleNamespace(req_ids=list(REQUESTS), vocab_size=VOCABULARY, generators={})
         self.execute_model_state = SimpleNamespace()
         self.parallel_config = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
@@ -129,26 +129,26 @@ def test_a_step_is_committed_before_the_drafter_and_counted_on_arrival(toy, ahea
     # Two of a's drafts were rejected. What the drafter reads is there already.
     assert runner.seen_by_drafter == [0, 1, 4, 5, 6, 7, 8, 9, 10]
     if ahead:
-        assert toy.rank.state.windows == 0
+        assert toy.window_manager.state.windows == 0
         runner.input_batch.req_ids.reverse()  # vLLM changes its list when it takes the next step in
         output = output.get_output()
     record = record_of(output)
     assert record is not None
     assert record.windows == {"a": ("stage", "", 3, 1), "b": ("stage", "", 1, 1)}
-    assert toy.rank.state.counts.accepted_tokens == 2
-    assert toy.rank.state.counts.draft_tokens == 4
+    assert toy.window_manager.state.counts.accepted_tokens == 2
+    assert toy.window_manager.state.counts.draft_tokens == 4
 
 
 @pytest.mark.parametrize("mode", [Mode.OFF, Mode.STAGE])
 def test_a_step_without_drafts_or_in_mode_off_writes_as_the_layers_run(toy, mode):
-    toy.rank.state.switch(mode)
+    toy.window_manager.state.switch(mode)
     runner = Runner(toy, ahead=False)
     runner.execute_model(_step(DRAFTS if mode is Mode.OFF else {}))
     assert not toy.window.staging
     assert toy.written(SLOTS) == list(range(11))
     record = record_of(runner.sample_tokens(None))
     assert (record is not None) == (mode is Mode.OFF)
-    assert toy.rank.plan is None
+    assert toy.window_manager.plan is None
 
 
 def test_the_record_that_the_step_runs_by_counts_not_what_the_scheduler_sent(toy):
@@ -156,8 +156,8 @@ def test_the_record_that_the_step_runs_by_counts_not_what_the_scheduler_sent(toy
     # As where drafts are made on the GPU by n-grams: the step runs by a copy with fewer of them.
     runner.trimmed = _step({"b": [7]})
     runner.execute_model(_step())
-    assert toy.rank.plan is not None
-    assert toy.rank.plan.draft_counts == [0, 1, 0]
+    assert toy.window_manager.plan is not None
+    assert toy.window_manager.plan.draft_counts == [0, 1, 0]
 
 
 @pytest.mark.parametrize("failing", ["forward", "drafter"])
@@ -193,8 +193,8 @@ def test_a_failing_commit_writes_directly_and_turns_nwor_off(toy, monkeypatch, f
     assert runner.seen_by_drafter == list(range(11))
     assert record is not None
     assert record.windows["a"] == ("stage", "fault", 3, 1)
-    assert toy.rank.state.mode is Mode.OFF
-    assert "no launch" in (toy.rank.state.fault or "")
+    assert toy.window_manager.state.mode is Mode.OFF
+    assert "no launch" in (toy.window_manager.state.fault or "")
 
 
 class ToyBatch:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nwor.engine.runner_v2 import NworRunnerV2
+from nwor.engine.model_runner.v2 import NworRunnerV2
 from nwor.modes import Mode
 from tests.unit.toy_layers import ToyLayers
 
@@ -32,7 +32,7 @@ class Runner(NworRunnerV2, StockRunner):  # type: ignore[misc]
 @pytest.fixture
 def runner() -> Any:
     made = object.__new__(Runner)
-    made.nwor = ToyLayers(longest=LONGEST).rank
+    made.nwor = ToyLayers(longest=LONGEST).window_manager
     return made
 
 

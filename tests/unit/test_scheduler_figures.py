@@ -17,15 +17,15 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from nwor.counts.records import EarlierStages, StepRecord, Treatment, WorkerFacts
 from nwor.engine import scheduler as module
-from nwor.engine.figures import RequestFigures
-from nwor.engine.isolation import StepFailures
+from nwor.engine.request_isolation.common import StepFailures
 from nwor.engine.scheduler import EVERY, MOST_WAITING, NworScheduling
-from nwor.tally import EarlierStages, RankFacts, StepRecord, Treatment
+from nwor.engine.stats.figures import RequestFigures
 from server.scheduler import _NworReporting
 
 DRAFTS, B = 4, 10
-FACTS = RankFacts("stage", 0, B)
+FACTS = WorkerFacts("stage", 0, B)
 
 
 class Request(SimpleNamespace):
@@ -291,11 +291,11 @@ def test_a_switch_is_told_at_once() -> None:
     sent = len(engine.sent)
     engine.step({"a": 1})
     assert len(engine.sent) == sent
-    engine.facts = RankFacts("off", 1, B)
+    engine.facts = WorkerFacts("off", 1, B)
     engine.step({"a": 1})
     assert len(engine.sent) == sent + 1
     assert (engine.sent[-1].mode, engine.sent[-1].switches) == ("off", 1)
-    engine.facts = RankFacts("off", 1, B)  # from another process: equal, not the same
+    engine.facts = WorkerFacts("off", 1, B)  # from another process: equal, not the same
     engine.step({"a": 1})
     assert len(engine.sent) == sent + 1
 
@@ -382,7 +382,7 @@ def test_without_statistics_records_do_not_pile_up() -> None:
 
 
 def test_what_earlier_stages_do_differently() -> None:
-    engine = Engine(stages=2, facts=RankFacts("stage", 0, B, EarlierStages(30, 5)))
+    engine = Engine(stages=2, facts=WorkerFacts("stage", 0, B, EarlierStages(30, 5)))
     engine.add("a", "b")
     scheduler = engine.scheduler
     engine.step({"a": 1, "b": 1})
@@ -396,7 +396,7 @@ def test_what_earlier_stages_do_differently() -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_windows_copied_aside_in_some_steps(stages: int) -> None:
     earlier = EarlierStages(30, 5) if stages == 2 else None
-    engine = Engine(stages=stages, facts=RankFacts("stage", 0, B, earlier))
+    engine = Engine(stages=stages, facts=WorkerFacts("stage", 0, B, earlier))
     engine.add("a", "b")
     engine.step({"a": 1, "b": 4})
     engine.copied_bytes = 12

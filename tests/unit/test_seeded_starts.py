@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from nwor.engine.seeded_starts import drop_placeholders
+from nwor.engine.workarounds.seeded_starts import drop_placeholders
 
 SEEDED, FREE = SamplingParams(seed=1), SamplingParams()
 

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.body_limit import DISCARD_FACTOR, BodyLimitMiddleware
+from server.api.body_limit import DISCARD_FACTOR, BodyLimitMiddleware
 
 LIMIT = 64
 

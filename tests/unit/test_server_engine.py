@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from nwor.config import CONFIG_KEY
-from nwor.engine import cpu_generators
+from nwor.engine.workarounds import cpu_generators
 from server import cpu_sampling, options, scheduler
 
 
@@ -71,7 +71,7 @@ def test_vllm_still_turns_cpu_generators_back() -> None:
 def test_seeded_requests_are_mended_once_and_in_one_place() -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    from nwor.engine.runner_v1_cpu import NworCPUModelRunnerV1
+    from nwor.engine.model_runner.v1_cpu import NworCPUModelRunnerV1
 
     generators = {0: torch.Generator().manual_seed(7), 1: torch.Generator().manual_seed(7)}
     seen = []

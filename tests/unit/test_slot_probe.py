@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("vllm")
 
 from nwor.config import NworConfig
-from nwor.engine.rank import Rank
+from nwor.engine.window_manager import WindowManager
 from nwor.modes import Mode
-from nwor.window import StagedLayer, Window, group_layers
+from nwor.windows.window import StagedLayer, Window, group_layers
 from tests.gpu import slot_probe
 
 HEADS, SIZE, BLOCK, BLOCKS = 2, 8, 4, 8
@@ -44,15 +44,17 @@ class Watched:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(3)
         config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=3))
-        self.rank = Rank(config, NworConfig.from_mapping({"mode": "stage"}), torch.device("cpu"))
+        self.window_manager = WindowManager(
+            config, NworConfig.from_mapping({"mode": "stage"}), torch.device("cpu")
+        )
         self.layers: dict[str, Any] = {
             name: SimpleNamespace(impl=Impl(), kv_cache=torch.zeros(BLOCKS, HEADS, BLOCK, 2 * SIZE))
             for name in NAMES
         }
-        self.rank.window = Window(group_layers([(0, self._staged(name)) for name in NAMES]))
+        self.window_manager.window = Window(group_layers([(0, self._staged(name)) for name in NAMES]))
         patch.setattr(slot_probe, "target_layers", lambda runner: self.layers)
         self.probe = slot_probe.SlotProbe()
-        self.probe.model_runner = SimpleNamespace(nwor=self.rank)
+        self.probe.model_runner = SimpleNamespace(nwor=self.window_manager)
 
     def _staged(self, name: str) -> StagedLayer:
         layer = self.layers[name]
@@ -65,9 +67,13 @@ class Watched:
 
     def step(self, mode: Mode, spoil: Any) -> dict[str, Any]:
         """Run a step in which ``spoil`` is called with the last layer's cache right after the commit."""
-        rank, window, cache = self.rank, self.rank.window, self.layers[NAMES[-1]].kv_cache
+        window_manager, window, cache = (
+            self.window_manager,
+            self.window_manager.window,
+            self.layers[NAMES[-1]].kv_cache,
+        )
         assert window is not None
-        rank.state.switch(mode)
+        window_manager.state.switch(mode)
         commit = window.commit
 
         def spoiled(rejected: torch.Tensor) -> None:
@@ -76,9 +82,9 @@ class Watched:
 
         window.commit = spoiled  # type: ignore[method-assign]
         self.probe.probe_start()
-        plan = rank.plan_step(["a", "b", "p"], LENGTHS, DRAFTS)
+        plan = window_manager.plan_step(["a", "b", "p"], LENGTHS, DRAFTS)
         assert plan is not None
-        rank.begin(plan, STARTS, SLOTS)
+        window_manager.begin(plan, STARTS, SLOTS)
         for name, layer in self.layers.items():
             # In a captured graph's memory there are more rows than the step has.
             key, value = torch.randn(2, 12, HEADS, SIZE).unbind()
@@ -88,8 +94,8 @@ class Watched:
                 window.stage(name, key, value)
             rows = slice(tokens, len(SLOTS[0]))
             layer.impl.do_kv_cache_update(layer, key[rows], value[rows], layer.kv_cache, SLOTS[0][rows])
-        assert rank.finish(REJECTED) is plan
-        assert rank.state.fault is None
+        assert window_manager.finish(REJECTED) is plan
+        assert window_manager.state.fault is None
         return self.probe.probe_stop()
 
 

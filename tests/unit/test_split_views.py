@@ -21,10 +21,10 @@ pytest.importorskip("vllm")
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
-from nwor.engine import split_step
-from nwor.engine.attention_flash import NworFlashAttentionImpl
-from nwor.engine.binding import LayerBinding
-from nwor.engine.split_step import SplitStep, split_views
+from nwor.engine.attention import split_step
+from nwor.engine.attention.flash import NworFlashAttentionImpl
+from nwor.engine.attention.layer_context import LayerContext
+from nwor.engine.attention.split_step import SplitStep, split_views
 from tests.unit.toy_layers import ToyLayers
 
 SLOTS = torch.tensor([9, 10, 11, 20, 4, 5, 6, 7, 0, 1, 2])
@@ -51,7 +51,7 @@ def scheduled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def _begin(toy: ToyLayers) -> None:
     starts = torch.tensor([0, 3, 4, 11], dtype=torch.int32)
-    toy.rank.begin(toy.rank.plan_step("abc", [3, 1, 7], [2, 0, 0]), starts, SLOTS[None])
+    toy.window_manager.begin(toy.window_manager.plan_step("abc", [3, 1, 7], [2, 0, 0]), starts, SLOTS[None])
 
 
 def _metadata(tokens: int = 11) -> FlashAttentionMetadata:
@@ -108,7 +108,7 @@ def test_like_layers_share_and_others_do_not(toy: ToyLayers, scheduled: list[dic
     assert split_views(toy.window, _impl(heads=8), metadata, CACHE) is not parts
     assert split_views(toy.window, _impl(), replace(metadata), CACHE) is not parts
     assert len(scheduled) == 3
-    toy.rank.drop()
+    toy.window_manager.drop()
     _begin(toy)
     assert split_views(toy.window, _impl(), metadata, CACHE) is not parts
 
@@ -128,17 +128,17 @@ def test_other_versions_take_no_schedule(toy: ToyLayers, scheduled: list[dict[st
 def test_slots_of_the_rest_leave_windows_out(toy: ToyLayers) -> None:
     unused: Any = None
     layer = toy.window.groups[0].layers[0]
-    binding = LayerBinding(toy.window, toy.rank.state, layer, unused, torch.empty(0))
+    layer_context = LayerContext(toy.window, toy.window_manager.state, layer, unused, torch.empty(0))
     _begin(toy)
-    rest = binding.rest_slots(SLOTS)
+    rest = layer_context.rest_slots(SLOTS)
     assert rest.tolist() == [-1] * WINDOW_ROWS + SLOTS[WINDOW_ROWS:].tolist()
-    assert binding.rest_slots(SLOTS) is rest
+    assert layer_context.rest_slots(SLOTS) is rest
     other = SLOTS + 1
-    assert binding.rest_slots(other).tolist() == [-1] * WINDOW_ROWS + other[WINDOW_ROWS:].tolist()
+    assert layer_context.rest_slots(other).tolist() == [-1] * WINDOW_ROWS + other[WINDOW_ROWS:].tolist()
     assert SLOTS.tolist()[:2] == [9, 10]
-    toy.rank.drop()
+    toy.window_manager.drop()
     _begin(toy)
-    assert binding.rest_slots(SLOTS) is not rest
+    assert layer_context.rest_slots(SLOTS) is not rest
 
 
 class Streams(SplitStep):

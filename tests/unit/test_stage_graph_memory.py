@@ -18,10 +18,10 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from nwor.engine import runner_v2_gpu
-from nwor.engine.runner_v2_gpu import NworGPUModelRunnerV2
-from nwor.engine.stage_set import LEAST_GRAPH_BYTES, expected_bytes
-from nwor.engine.support import Unsupported
+from nwor.engine.cuda_graphs.stage_graphs import LEAST_GRAPH_BYTES, expected_bytes
+from nwor.engine.eligibility import Unsupported
+from nwor.engine.model_runner import v2_gpu as runner_v2_gpu
+from nwor.engine.model_runner.v2_gpu import NworGPUModelRunnerV2
 from nwor.modes import Mode
 
 MIB = 1 << 20

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 
 from nwor.config import NworConfig
-from nwor.engine.rank import Rank
-from nwor.window import StagedLayer, Window, group_layers
+from nwor.engine.window_manager import WindowManager
+from nwor.windows.window import StagedLayer, Window, group_layers
 
 HEADS, SIZE, BLOCK, BLOCKS = 2, 8, 4, 8
 
@@ -17,7 +17,7 @@ class ToyLayers:
     """A few attention layers of a target model, bound to a rank.
 
     Attributes:
-        rank: in mode ``stage``, windows of up to ``longest`` tokens.
+        window_manager: in mode ``stage``, windows of up to ``longest`` tokens.
         names: of the layers.
         made: the keys of the latest pass by layer; its values are their negatives.
 
@@ -28,12 +28,14 @@ class ToyLayers:
             speculative_config=SimpleNamespace(num_speculative_tokens=longest - 1),
             scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=4096),
         )
-        self.rank = Rank(config, NworConfig.from_mapping({"mode": "stage"}), torch.device("cpu"))
+        self.window_manager = WindowManager(
+            config, NworConfig.from_mapping({"mode": "stage"}), torch.device("cpu")
+        )
         self.names = [f"layer.{index}" for index in range(layers)]
         self.caches = {name: torch.zeros(BLOCKS, BLOCK, 2, HEADS, SIZE) for name in self.names}
         self.window = Window(group_layers([(0, self._layer(name)) for name in self.names]))
-        self.rank.window = self.window
-        self.rank.state.token_bytes = 10
+        self.window_manager.window = self.window
+        self.window_manager.state.token_bytes = 10
         self.made: dict[str, torch.Tensor] = {}
 
     def _layer(self, name: str) -> StagedLayer:

@@ -1,0 +1,1 @@
+"""What windows write, counted: formulas, a step's record, and the histogram of windows. No vLLM, no torch."""

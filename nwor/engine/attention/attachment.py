@@ -1,0 +1,142 @@
+"""Attaching NWOR to the target's attention layers, once the cache is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nwor import ops
+from nwor.counts.formulas import bytes_per_token
+from nwor.engine.attention.layer_context import AttentionPlan, LayerContext, parameters_of
+from nwor.engine.eligibility import Unsupported, check_layer
+from nwor.ops.attention import CUDA_HEAD_SIZES
+from nwor.windows.window import StagedLayer, Window, group_layers
+from nwor.worker_state import WorkerState
+
+#: Returns K and V views of a layer's cache, or raises Unsupported.
+CacheViews = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Attachment:
+    """Makes the window and the layer contexts of one rank.
+
+    Args:
+        vllm_config: the engine's configuration.
+        device: the rank's.
+        state: the rank's, which is told what a token takes.
+        longest_window: rows of the longest window.
+
+    """
+
+    def __init__(
+        self, vllm_config: Any, device: torch.device, state: WorkerState, longest_window: int
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._device = device
+        self._state = state
+        self._longest_window = longest_window
+
+    def layer_contexts(
+        self,
+        target_layers: Mapping[str, Any],
+        slot_keys: Mapping[str, int],
+        cache_views: CacheViews,
+        backend: Any,
+    ) -> tuple[Window, list[tuple[Any, LayerContext]]]:
+        """Return the rank's window, and each of vLLM's layers with its context, not attached yet.
+
+        Args:
+            target_layers: every attention layer of the target model by name; no draft layer.
+            slot_keys: which slot mapping (KV-cache group) each layer uses.
+            cache_views: how to see a layer's cache as strided K and V.
+            backend: the attention backend that takes part.
+
+        Raises:
+            Unsupported: if a layer cannot be staged, or there is none.
+
+        """
+        staged: list[tuple[int, StagedLayer]] = []
+        for name, layer in target_layers.items():
+            if name not in slot_keys:
+                raise Unsupported("state_space", f"layer {name} has no slot mapping")
+            check_layer(name, layer, backend)
+            if self._device.type == "cuda" and layer.impl.head_size not in CUDA_HEAD_SIZES:
+                raise Unsupported(
+                    "attention_feature",
+                    f"layer {name} has heads of {layer.impl.head_size}, the kernels take "
+                    f"{', '.join(map(str, CUDA_HEAD_SIZES))}",
+                )
+            staged.append((slot_keys[name], self._staged_layer(name, layer, cache_views)))
+        if not staged:
+            raise Unsupported("state_space", "the target model has no attention layer with a cache")
+        window = Window(group_layers(staged))
+        # Draft layers come on top of the target's: never staged, and none of the target's may be missing.
+        if window.layer_names != frozenset(target_layers):
+            raise AssertionError("staged layers and target attention layers differ")
+        self._state.token_bytes = bytes_per_token(layer.shape for _, layer in staged)
+        self._state.source_token_bytes = bytes_per_token(
+            replace(layer.shape, element_size=layer.source_dtype.itemsize) for _, layer in staged
+        )
+        self._state.ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        workspace = self._workspace(target_layers, staged)
+        layer_contexts = []
+        plans: dict[Hashable, AttentionPlan] = {}
+        for _, layer in staged:
+            module = target_layers[layer.name]
+            parameters = parameters_of(module, self._longest_window)
+            layer_contexts.append(
+                (
+                    module,
+                    LayerContext(
+                        window=window,
+                        state=self._state,
+                        layer=layer,
+                        parameters=parameters,
+                        workspace=workspace,
+                        plan=AttentionPlan.share(
+                            plans, self._device, module.impl.num_heads, layer, parameters
+                        ),
+                    ),
+                )
+            )
+        return window, layer_contexts
+
+    def _staged_layer(self, name: str, layer: Any, cache_views: CacheViews) -> StagedLayer:
+        key_cache, value_cache = cache_views(layer)
+        impl, kv_cache = layer.impl, layer.kv_cache
+        quantized = impl.kv_cache_dtype.startswith("fp8")
+
+        def direct_write(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+            # The stock writer, past our own override of it.
+            stock: Any = super(type(impl), impl)
+            stock.do_kv_cache_update(layer, key, value, kv_cache, slots)
+
+        return StagedLayer(
+            name=name,
+            kv_cache=kv_cache,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            kv_cache_dtype=impl.kv_cache_dtype if quantized else "auto",
+            k_scale=layer._k_scale if quantized else None,
+            v_scale=layer._v_scale if quantized else None,
+            source_dtype=self._vllm_config.model_config.dtype,
+            direct_write=direct_write,
+        )
+
+    def _workspace(
+        self, target_layers: Mapping[str, Any], staged: Sequence[tuple[int, StagedLayer]]
+    ) -> torch.Tensor:
+        size = 0
+        for _, layer in staged:
+            _, _, kv_heads, head_size = layer.key_cache.shape
+            heads = target_layers[layer.name].impl.num_heads
+            size = max(
+                size,
+                ops.verify_attention_workspace_size(
+                    self._device, heads, kv_heads, head_size, self._longest_window
+                ),
+            )
+        return torch.zeros(size, dtype=torch.uint8, device=self._device)

@@ -1,0 +1,176 @@
+"""vLLM's CPU attention backend, extended: layers of an open ``stage`` window attend without writing first.
+
+Everything else goes the stock way. A layer takes part only once :class:`LayerContext` was attached to its
+implementation; draft layers never are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from nwor.engine.attention.layer_context import LayerContext
+from nwor.engine.eligibility import Unsupported
+
+#: Layouts of the CPU backend whose K is [head_size, block_size] in a block, and V [block_size, head_size].
+STRIDED_ISAS = ("vec", "vec16")
+
+
+def cache_views(kv_cache: torch.Tensor, isa: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V of a CPU cache as [num_blocks, block_size, num_kv_heads, head_size] views.
+
+    Args:
+        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], contiguous, as vLLM allocates it. A
+            head's share of a block holds first all of K, then all of V.
+        isa: the instruction set that vLLM chose for the layer; it decides the layout.
+
+    Raises:
+        Unsupported: if K is packed in a way that strides cannot express.
+
+    """
+    if isa not in STRIDED_ISAS:
+        raise Unsupported("cache_format", f"the CPU cache is packed for {isa}; strides cannot express it")
+    blocks, heads, block_size, twice = kv_cache.shape
+    head_size = twice // 2
+    block_stride, head_stride = kv_cache.stride(0), kv_cache.stride(1)
+    shape = (blocks, block_size, heads, head_size)
+    offset = kv_cache.storage_offset()
+    key_cache = kv_cache.as_strided(shape, (block_stride, 1, head_stride, block_size), offset)
+    value_cache = kv_cache.as_strided(
+        shape, (block_stride, head_size, head_stride, 1), offset + block_size * head_size
+    )
+    return key_cache, value_cache
+
+
+@dataclass
+class NworCPUAttentionMetadata(CPUAttentionMetadata):
+    """The stock metadata and what is needed to build it again for a part of the batch."""
+
+    builder: NworCPUAttentionMetadataBuilder | None = None
+    common: CommonAttentionMetadata | None = None
+    _rest: tuple[int, CPUAttentionMetadata] | None = None
+
+    def rest(self, requests: int, tokens: int) -> CPUAttentionMetadata:
+        """Return the stock metadata of the batch without its first ``requests`` requests of ``tokens`` rows.
+
+        Built once a step, by the first layer that asks.
+        """
+        if self._rest is None or self._rest[0] != requests:
+            assert self.builder is not None
+            assert self.common is not None
+            self._rest = (requests, self.builder.build_rest(self.common, requests, tokens))
+        return self._rest[1]
+
+
+class NworCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Builds metadata that can be split, and asks for windows to stand first in the batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        speculative = self.vllm_config.speculative_config
+        if speculative is not None:
+            self.reorder_batch_threshold = 1 + speculative.num_speculative_tokens
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> NworCPUAttentionMetadata:
+        """Build the stock metadata and keep what it was built from."""
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return NworCPUAttentionMetadata(**vars(stock), builder=self, common=common_attn_metadata)
+
+    def build_rest(self, common: CommonAttentionMetadata, requests: int, tokens: int) -> CPUAttentionMetadata:
+        """Build stock metadata for the batch without its leading part."""
+        query_start_loc = common.query_start_loc[requests:] - tokens
+        part = replace(
+            common,
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=common.query_start_loc_cpu[requests:] - tokens,
+            seq_lens=common.seq_lens[requests:],
+            num_reqs=common.num_reqs - requests,
+            num_actual_tokens=common.num_actual_tokens - tokens,
+            block_table_tensor=common.block_table_tensor[requests:],
+            slot_mapping=common.slot_mapping[tokens:],
+        )
+        return super().build(0, part)
+
+
+class NworCPUAttentionImpl(CPUAttentionBackendImpl):
+    """Stock attention of a layer, except for the rows of a window that is being staged."""
+
+    nwor: LayerContext | None = None
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the rows outside the window; hand the window's rows over."""
+        layer_context = self.nwor
+        if layer_context is None or not layer_context.window.staging:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        tokens = layer_context.stage(key, value)
+        if tokens < slot_mapping.shape[0]:
+            super().do_kv_cache_update(layer, key[tokens:], value[tokens:], kv_cache, slot_mapping[tokens:])
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend: the window's rows by ``nwor.verify_attention``, the others by the stock kernel."""
+        layer_context = self.nwor
+        if layer_context is None or attn_metadata is None or not layer_context.window.staging:
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
+        assert isinstance(attn_metadata, NworCPUAttentionMetadata)
+        rest_of = NworCPUAttentionMetadata.rest
+        window = layer_context.attend_window(query, key, value, attn_metadata, output, rest_of)
+        if window is None:
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
+        tokens, rest = window
+        if rest is not None:
+            super().forward(
+                layer, query[tokens:], key[tokens:], value[tokens:], kv_cache, rest, output[tokens:]
+            )
+        return output
+
+
+class NworCPUAttentionBackend(CPUAttentionBackend):
+    """The stock backend with the classes above."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        """Return the implementation of a layer."""
+        return NworCPUAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        """Return the builder of a step's metadata."""
+        return NworCPUAttentionMetadataBuilder
+
+
+def layer_cache_views(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cache views of one of vLLM's attention layers."""
+    return cache_views(layer.kv_cache, layer.isa)

@@ -1,0 +1,285 @@
+"""CUDA graphs of verify steps on model runner V2: a second set for ``stage``, see :mod:`stage_graphs`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+    ModelCudaGraphManager,
+)
+
+from nwor.engine.cuda_graphs.mixed import MixedGraphs, other_graphs
+from nwor.engine.cuda_graphs.stage_graphs import StageGraphs
+
+if TYPE_CHECKING:
+    from nwor.engine.window_manager import WindowManager
+
+logger = logging.getLogger("vllm.nwor.graphs")
+
+ForwardFn = Callable[[CUDAGraphMode], None]
+ForwardFactory = Callable[..., ForwardFn]
+
+
+def stageable(desc: BatchExecutionDescriptor, longest_window: int) -> bool:
+    """Return whether a graph's batch may consist of windows."""
+    return (
+        desc.num_ubatches <= 1
+        and desc.num_reqs is not None
+        and desc.uniform_token_count is not None
+        and 1 < desc.uniform_token_count <= longest_window
+    )
+
+
+def come_first(
+    mixed: Sequence[BatchExecutionDescriptor],
+    stock: Mapping[CUDAGraphMode, Sequence[BatchExecutionDescriptor]],
+) -> bool:
+    """Return whether graphs of mixed steps are to be captured before vLLM's own.
+
+    The first that is captured sizes what all graphs put their results into, so it has to be the largest.
+    """
+    return mixed[0].num_tokens >= max(
+        (desc.num_tokens for descs in stock.values() for desc in descs), default=0
+    )
+
+
+def _require_stock(manager: object) -> None:
+    if type(manager) is not ModelCudaGraphManager:
+        raise TypeError(f"expected vLLM's ModelCudaGraphManager, found {type(manager).__name__}")
+
+
+class _CaptureForSize(CudaGraphManager):
+    """As below, for a manager whose graphs vLLM captures for their size alone."""
+
+    graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
+    _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
+    mixed_descs: list[BatchExecutionDescriptor]
+    _kept: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
+
+    def capture(self, create_forward_fn: ForwardFactory, progress_bar_desc: str = "") -> None:
+        """Capture vLLM's graphs and those of mixed steps, all of which vLLM then takes for its own."""
+        stock = self._capture_descs
+
+        def capture_mixed() -> None:
+            with other_graphs(self, self._kept, self.mixed_descs):
+                super(_CaptureForSize, self).capture(create_forward_fn, f"{progress_bar_desc} (NWOR mixed)")
+
+        first = come_first(self.mixed_descs, stock)
+        if first:
+            capture_mixed()
+        super().capture(create_forward_fn, progress_bar_desc)
+        if not first:
+            capture_mixed()
+        full = CUDAGraphMode.FULL
+        self._capture_descs = {**stock, full: [*self.mixed_descs, *stock.get(full, [])]}
+
+
+class ProfiledCudaGraphManager(ModelCudaGraphManager, _CaptureForSize):
+    """vLLM's manager while it finds out what graphs take, those of mixed steps among them."""
+
+    @classmethod
+    def adopt(cls, manager: ModelCudaGraphManager, mixed_descs: Sequence[BatchExecutionDescriptor]) -> None:
+        """Turn vLLM's freshly made manager into this class.
+
+        Args:
+            manager: vLLM's.
+            mixed_descs: the graphs of mixed steps, the largest first; at least one.
+
+        """
+        _require_stock(manager)
+        manager.__class__ = cls
+        assert isinstance(manager, cls)
+        manager.mixed_descs, manager._kept = list(mixed_descs), {}
+
+
+class _CaptureBothModes(CudaGraphManager):
+    """Stands behind ModelCudaGraphManager in the method order, where the forward functions pass through."""
+
+    nwor: WindowManager
+    graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
+    _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
+    stage_graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
+    stage: StageGraphs[BatchExecutionDescriptor]
+    mixed: MixedGraphs
+    mixed_descs: list[BatchExecutionDescriptor]
+    _step_inputs: tuple[torch.Tensor, torch.Tensor]
+
+    def capture(self, create_forward_fn: ForwardFactory, progress_bar_desc: str = "") -> None:
+        """Capture mixed steps', then vLLM's own graphs, then those of ``stage`` where it is enabled."""
+        self.mixed.clear()
+        self.nwor.state.capture_seconds = 0.0
+        self.nwor.state.capture_bytes = 0
+        mixed = bool(self.stage.wanted and self.mixed_descs)
+        if self.mixed_descs and not mixed:
+            self.nwor.state.mixed_graphs_why_not = "nothing is staged"
+        first = mixed and come_first(self.mixed_descs, self._capture_descs)
+        if first:
+            self._capture_mixed(create_forward_fn, progress_bar_desc)
+        super().capture(self._holding(create_forward_fn), progress_bar_desc)
+        if mixed and not first:
+            self._capture_mixed(create_forward_fn, progress_bar_desc)
+        self.stage_graphs = {}
+        self.stage.clear()
+        if not self.stage.wanted:
+            return
+        descs = [desc for desc in self._capture_descs.get(CUDAGraphMode.FULL, []) if self._stageable(desc)]
+        if not descs or self._max_full_descs_to_capture is not None:
+            return
+        with self.stage.capture(), other_graphs(self, self.stage_graphs, descs):
+            super().capture(self._staging(create_forward_fn), f"{progress_bar_desc} (NWOR stage)")
+
+    def _capture_mixed(self, create_forward_fn: ForwardFactory, progress_bar_desc: str) -> None:
+        def run(wrap: Any) -> dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]:
+            def create(desc: BatchExecutionDescriptor, warmup: bool) -> ForwardFn:
+                return wrap(desc, create_forward_fn(desc, warmup), warmup)
+
+            with other_graphs(self, {}, self.mixed_descs) as graphs:
+                super(_CaptureBothModes, self).capture(create, f"{progress_bar_desc} (NWOR mixed)")
+            return graphs
+
+        state, device = self.nwor.state, self.nwor.device
+        started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+        slots, starts = self._step_inputs
+        try:
+            self.mixed.capture(self.mixed_descs, slots, starts, run)
+        except Exception:
+            # Other ranks may have theirs, and vLLM's own capture would go on in the memory of a broken one.
+            logger.error(
+                "A graph of a mixed step could not be captured: set mixed_graph_rows to 0 to do without"
+            )
+            raise
+        state.mixed_graphs_why_not = None
+        state.capture_seconds = time.perf_counter() - started
+        state.capture_bytes = free - torch.cuda.mem_get_info(device)[0]
+        logger.info(
+            "%d graphs of mixed steps, up to %d rows, took %.1f s and %.2f GiB",
+            len(self.mixed.graphs),
+            state.mixed_graph_rows,
+            state.capture_seconds,
+            state.capture_bytes / (1 << 30),
+        )
+
+    def _stageable(self, desc: BatchExecutionDescriptor) -> bool:
+        return stageable(desc, self.nwor.longest_window)
+
+    def _holding(self, create_forward_fn: ForwardFactory) -> ForwardFactory:
+        """Keep the keys and values of a piecewise pass alive until all layers have run."""
+
+        def create(desc: BatchExecutionDescriptor, warmup: bool) -> ForwardFn:
+            forward_fn = create_forward_fn(desc, warmup)
+
+            def forward(cg_mode: CUDAGraphMode) -> None:
+                window = self.nwor.window
+                # No step that is staged replays pieces of a size that a mixed step's graph serves.
+                served = self.mixed.serves(desc.num_tokens)
+                if cg_mode != CUDAGraphMode.PIECEWISE or window is None or served:
+                    forward_fn(cg_mode)
+                    return
+                with window.keeping_alive():
+                    forward_fn(cg_mode)
+
+            return forward
+
+        return create
+
+    def _staging(self, create_forward_fn: ForwardFactory) -> ForwardFactory:
+        """Run each pass with an open window, and note where the captured one leaves the window."""
+
+        def create(desc: BatchExecutionDescriptor, warmup: bool) -> ForwardFn:
+            forward_fn = create_forward_fn(desc, warmup)
+            assert desc.num_reqs is not None
+            requests = desc.num_reqs
+
+            def forward(cg_mode: CUDAGraphMode) -> None:
+                with self.stage.forward(requests, desc.num_tokens):
+                    forward_fn(cg_mode)
+                    if not warmup:
+                        self.stage.note(desc)
+
+            return forward
+
+        return create
+
+
+class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
+    """vLLM's manager with a second set of graphs, chosen at replay."""
+
+    @classmethod
+    def adopt(
+        cls,
+        manager: ModelCudaGraphManager,
+        window_manager: WindowManager,
+        mixed_descs: Sequence[BatchExecutionDescriptor] = (),
+    ) -> NworCudaGraphManager:
+        """Turn vLLM's freshly made manager into this class; nothing has been captured yet.
+
+        Args:
+            manager: vLLM's.
+            window_manager: this rank's, its layers bound.
+            mixed_descs: the graphs of mixed steps to capture, the largest first.
+
+        """
+        _require_stock(manager)
+        manager.__class__ = cls
+        assert isinstance(manager, cls)
+        manager.nwor = window_manager
+        manager.stage_graphs, manager.stage = {}, StageGraphs(window_manager)
+        manager.mixed = window_manager.mixed = MixedGraphs(window_manager)
+        manager.mixed_descs = list(mixed_descs)
+        return manager
+
+    def capture(  # type: ignore[override]
+        self,
+        model: Any,
+        model_state: Any,
+        input_buffers: Any,
+        tensors: Any,
+        block_tables: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Capture all graphs; those of mixed steps read where vLLM puts each step's slots and first rows."""
+        self._step_inputs = block_tables.slot_mappings, input_buffers.query_start_loc
+        super().capture(model, model_state, input_buffers, tensors, block_tables, *args, **kwargs)  # type: ignore[call-arg]
+
+    def dispatch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int,
+        max_query_len: int | None = None,
+        num_ubatches: int = 1,
+    ) -> BatchExecutionDescriptor:
+        """Return vLLM's choice; in its place a mixed step's graph where that is no uniform decode."""
+        self.mixed.chosen = None
+        desc = super().dispatch(
+            num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches
+        )
+        if desc.uniform_token_count is not None or not self.mixed.graphs:
+            return desc
+        return self.mixed.choose(num_reqs, num_tokens, desc.num_active_loras) or desc
+
+    def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
+        """Replay the graph of the open window batch's mode."""
+        if desc is self.mixed.chosen:
+            self.mixed.prepare(desc)
+            return self._replay(desc, self.mixed.graphs)
+        window = self.nwor.window
+        if window is None or not window.staging or not self.stage.take(desc):
+            return super().run_fullgraph(desc)
+        return self._replay(desc, self.stage_graphs)
+
+    def _replay(self, desc: BatchExecutionDescriptor, graphs: Any) -> Any:
+        stock, self.graphs = self.graphs, graphs
+        try:
+            return super().run_fullgraph(desc)
+        finally:
+            self.graphs = stock

@@ -1,0 +1,72 @@
+"""How likely drafts are accepted, position by position, estimated from the windows of late."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import mul
+
+import numpy as np
+import numpy.typing as npt
+
+#: Windows after which an observation counts half.
+HALF_LIFE = 1024.0
+#: What is assumed of the first draft, as if as many windows had shown it.
+PRIOR, PRIOR_WINDOWS = 0.6, 4.0
+
+
+class AcceptanceEstimate:
+    """Chance of each draft that all drafts before it in its window were accepted.
+
+    A position that was not tried of late is taken for one like the position before it.
+
+    Args:
+        most: most draft tokens of a window.
+
+    """
+
+    def __init__(self, most: int) -> None:
+        self._tried = np.zeros(most)
+        self._accepted = np.zeros(most)
+
+    def add(self, drafts: int, accepted: npt.NDArray[np.integer]) -> None:
+        """Take in windows.
+
+        Args:
+            drafts: draft tokens of each.
+            accepted: [windows], how many of them were accepted.
+
+        """
+        if not drafts or not len(accepted):
+            return
+        by_count = np.bincount(accepted, minlength=drafts + 1)
+        # Windows with at least 0, 1, ... accepted drafts.
+        at_least = by_count[::-1].cumsum()[::-1]
+        keep = 0.5 ** (len(accepted) / HALF_LIFE)
+        self._tried *= keep
+        self._accepted *= keep
+        self._tried[:drafts] += at_least[:drafts]
+        self._accepted[:drafts] += at_least[1 : drafts + 1]
+
+    def forget(self, drafts: int, windows: int) -> None:
+        """Let what is known of positions behind ``drafts`` fade, as ``windows`` windows did not try them."""
+        keep = 0.5 ** (windows / HALF_LIFE)
+        self._tried[drafts:] *= keep
+        self._accepted[drafts:] *= keep
+
+    @property
+    def chances(self) -> list[float]:
+        """Chance of each draft whose predecessors were accepted."""
+        result, before = [], PRIOR
+        for tried, accepted in zip(self._tried.tolist(), self._accepted.tolist(), strict=True):
+            before = (accepted + PRIOR_WINDOWS * before) / (tried + PRIOR_WINDOWS)
+            result.append(before)
+        return result
+
+    @property
+    def accepted(self) -> list[float]:
+        """Chance that all drafts up to each position are accepted."""
+        return list(accumulate(self.chances, mul))
+
+    def tokens(self, drafts: int) -> float:
+        """Return the tokens that a window of so many drafts gives on the average."""
+        return 1.0 + sum(self.accepted[:drafts])

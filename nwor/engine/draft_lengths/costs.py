@@ -1,0 +1,81 @@
+"""What a step costs, by its requests and draft tokens, as measured when the engine started."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: Numbers of draft tokens that are worth a choice; graphs of the drafter are captured for each.
+CANDIDATES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
+
+
+def candidates(least: int, most: int) -> tuple[int, ...]:
+    """Return the numbers of draft tokens to choose among, ascending, both bounds included."""
+    inside = {drafts for drafts in CANDIDATES if least <= drafts <= most}
+    return tuple(sorted(inside | {least, most}))
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of steps, drafting included.
+
+    Attributes:
+        requests: numbers of requests that were measured, ascending.
+        drafts: numbers of draft tokens, ascending.
+        seconds: [requests][drafts]: a step in which each request verifies so many drafts and gets as many.
+        rows: rows of steps that consist of a prompt, ascending.
+        row_seconds: [rows]: such a step.
+
+    """
+
+    requests: tuple[int, ...]
+    drafts: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    rows: tuple[int, ...] = ()
+    row_seconds: tuple[float, ...] = ()
+
+    def step(self, requests: int, drafts: int) -> float:
+        """Return the seconds of a step without prompts.
+
+        Args:
+            requests: of the step; numbers between those measured are interpolated.
+            drafts: of each; one of those measured.
+
+        """
+        column = self.drafts.index(drafts)
+        return _interpolate(self.requests, [row[column] for row in self.seconds], requests)
+
+    def beside(self, rows: int, prompt: int) -> float:
+        """Return the seconds that a prompt of ``prompt`` rows adds to a step of ``rows`` others."""
+        if len(self.rows) < 2:
+            return 0.0
+        both = _interpolate(self.rows, self.row_seconds, rows + prompt)
+        return max(0.0, both - _interpolate(self.rows, self.row_seconds, rows))
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as plain JSON values, in milliseconds."""
+        return {
+            "draft_tokens": list(self.drafts),
+            "milliseconds": {
+                str(count): [round(1e3 * value, 4) for value in row]
+                for count, row in zip(self.requests, self.seconds, strict=True)
+            },
+            "prompt_milliseconds": {
+                str(rows): round(1e3 * value, 4)
+                for rows, value in zip(self.rows, self.row_seconds, strict=True)
+            },
+        }
+
+
+def _interpolate(places: Sequence[int], values: Sequence[float], place: int) -> float:
+    """Return the value at a place; outside the measured range the nearest two go on in a line."""
+    if len(places) == 1:
+        return values[0]
+    if place <= places[0]:
+        return values[0]
+    index = min(bisect_right(places, place), len(places) - 1)
+    left, right = places[index - 1], places[index]
+    share = (place - left) / (right - left)
+    return values[index - 1] + share * (values[index] - values[index - 1])

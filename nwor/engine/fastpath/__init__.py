@@ -1,0 +1,1 @@
+"""Short ways through vLLM's host code and kernels, each where vLLM's own code is the known one."""

@@ -1,0 +1,97 @@
+"""What the mixins of both model runners have in common: the rank, its layers, and how steps are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from nwor.config import NworConfig
+from nwor.engine.attention.attachment import CacheViews
+from nwor.engine.attention.target_layers import slot_keys, target_layers
+from nwor.engine.pipeline_parallel.stages import PipelineStages
+from nwor.engine.stats.step_messages import attach, fast_paths_of
+from nwor.engine.step_plan import StepPlan
+from nwor.engine.window_manager import WindowManager
+from nwor.engine.workarounds.adapters import mend_drafter
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Base
+else:
+    Base = object
+
+
+class NworRunner(Base):
+    """Stands before vLLM's runner in the method order, behind the mixin of V1 or V2."""
+
+    nwor: WindowManager
+    #: The plan of the step that was committed last, until it is counted.
+    _nwor_finished: StepPlan | None = None
+
+    #: Set by subclasses: the attention implementation that takes part, and how its cache looks.
+    nwor_backend: Any
+    nwor_cache_views: CacheViews
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model and its drafter, which needs no adapters."""
+        super().load_model(*args, **kwargs)
+        mend_drafter(self)
+
+    def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
+        """Allocate the cache, then bind the target's layers to it; those of a profiling run stay unbound."""
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
+        config = NworConfig.from_additional_config(self.vllm_config.additional_config)
+        assert config is not None
+        self.nwor = WindowManager(self.vllm_config, config, self.device)
+        if is_profiling:
+            return
+        keys = slot_keys(self.kv_cache_config)
+        self.nwor.bind(
+            target_layers(self), keys, self.nwor_cache_views, self.nwor_backend, PipelineStages.current()
+        )
+
+    def shutdown(self) -> None:
+        """End: vLLM takes the cache from the layers, so must we."""
+        if hasattr(self, "nwor"):  # not where the start failed
+            self.nwor.unbind()
+        super().shutdown()
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step; a window batch left open by an exception is dropped without a write."""
+        found = fast_paths_of(args[0] if args else kwargs.get("scheduler_output"))
+        if found is not None:
+            self.nwor.state.fast_paths.note(found)
+        try:
+            return super().execute_model(*args, **kwargs)
+        except BaseException:
+            self._nwor_drop()
+            raise
+
+    def _nwor_drop(self) -> None:
+        self._nwor_finished = None
+        self.nwor.drop()
+
+    def _nwor_sampled(self, output: Any, result: Any) -> Sequence[int] | npt.NDArray[Any]:
+        """Return the tokens that a step gave each of its requests, in the order of its batch.
+
+        Args:
+            output: what the runner's ``sample_tokens`` returned.
+            result: vLLM's ``ModelRunnerOutput``, all of it on the host.
+
+        """
+        raise NotImplementedError
+
+    def _nwor_account(self, output: Any, result: Any, plan: StepPlan) -> Any:
+        return attach(result, self.nwor.account_sampled(plan, self._nwor_sampled(output, result)))
+
+    def _nwor_account_on_arrival(self, output: Any, plan: StepPlan) -> None:
+        """Count a step once its output's own copy to the host has arrived; nobody waits for that here."""
+        get_output = output.get_output
+
+        def counted() -> Any:
+            # Else the output would refer to itself, and its tensors would wait for the garbage collector.
+            del output.get_output
+            return self._nwor_account(output, get_output(), plan)
+
+        output.get_output = counted

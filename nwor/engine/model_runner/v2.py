@@ -1,0 +1,127 @@
+"""Model runner V2 with windows: what is common to CUDA and to the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+import torch
+
+from nwor.engine.model_runner.common import NworRunner
+from nwor.engine.pipeline_parallel.freed import freed_by
+from nwor.engine.request_isolation.common import send_failures
+from nwor.engine.request_isolation.v2 import IsolatingRunnerV2
+from nwor.engine.stats.step_messages import in_flight_of
+from nwor.engine.step_plan import takes_over_blocks
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Base
+else:
+    Base = object
+
+
+class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
+    """Mixin before vLLM's V2 runner: opens a window batch before the forward pass, commits after sampling.
+
+    The window batch is opened once a step's inputs are on the device. The batch is sorted with verifying
+    requests first, so the windows are its leading part. The commit is launched after the sampled tokens' copy
+    to the host has started and before the drafter runs. A pipeline stage that does not sample holds its
+    windows back until vLLM's own record of the step's counts has come (``PPHandler``).
+    """
+
+    _nwor_early: bool = False
+
+    def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
+        """Allocate the cache and bind the layers; from then on a drafter that fails ends nothing."""
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
+        if not is_profiling:
+            self._nwor_isolate_objects()
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        """Commit what this step has to find in the cache, then free the requests that have ended.
+
+        Called at the start of every step, before requests are added and anything is launched.
+        """
+        if self.use_pp:
+            self.nwor.next_step(in_flight_of(scheduler_output), freed_by(scheduler_output))
+        self._nwor_early = takes_over_blocks(scheduler_output)
+        if self.nwor.mixed is not None:
+            self.nwor.mixed.chosen = None  # nobody chooses where a step has to run without graphs
+        super().finish_requests(scheduler_output)
+
+    def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Prepare the step's block tables and slots, then open its window batch."""
+        prepared = super().prepare_attn(input_batch)
+        rank, plan = self.nwor, None
+        drafts = input_batch.num_draft_tokens_per_req
+        if drafts is not None:
+            # Two sums tell most steps: no request has more drafts than this, and none fewer rows than its
+            # drafts and one more.
+            rows = input_batch.num_reqs * rank.longest_window
+            full = (
+                input_batch.num_tokens == rows and input_batch.num_draft_tokens == rows - input_batch.num_reqs
+            )
+            mixed = rank.mixed
+            plan = rank.plan_step(
+                input_batch.req_ids,
+                input_batch.num_scheduled_tokens,
+                drafts,
+                self._nwor_early,
+                full,
+                None if mixed is None or mixed.chosen is None else mixed.copies(mixed.chosen),
+            )
+        rank.begin(plan, input_batch.query_start_loc, prepared[1])
+        return prepared
+
+    def postprocess_sampled(
+        self,
+        idx_mapping: torch.Tensor,
+        sampled_tokens: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        query_start_loc: torch.Tensor | None = None,
+    ) -> None:
+        """Commit the open batch, then update the requests' state."""
+        self._nwor_finished = self.nwor.finish(num_rejected)
+        super().postprocess_sampled(idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample, commit and draft; the counts are read when the output's own copy has arrived."""
+        try:
+            if not self.is_last_pp_rank:
+                self.nwor.defer()
+            output = super().sample_tokens(grammar_output)
+        except BaseException:
+            self._nwor_drop()
+            raise
+        if not self.is_last_pp_rank:
+            if self.nwor.deferral is not None:
+                self._nwor_expect_counts()
+            return output
+        plan, self._nwor_finished = self._nwor_finished, None
+        failures, self._nwor_failures = self._nwor_failures, None
+        if plan is not None and output is not None:
+            self._nwor_account_on_arrival(output, plan)
+        # Last: windows of requests that failed are committed and counted like others.
+        return send_failures(output, failures)
+
+    def _nwor_expect_counts(self) -> None:
+        handler = self.pp_handler
+        assert handler is not None
+        # What this step's call has just put there; None where no request of the step needs its outcome.
+        entry = handler.queue[-1]
+        if entry is None:
+            self.nwor.expect(None)
+            return
+
+        def rejected() -> torch.Tensor:
+            handler.main_stream.wait_event(entry.event)
+            return entry.num_rejected
+
+        self.nwor.expect(rejected)
+
+    def _nwor_sampled(self, output: Any, result: Any) -> Sequence[int] | npt.NDArray[Any]:
+        counts: npt.NDArray[Any] = output.num_sampled_tokens_np
+        return counts

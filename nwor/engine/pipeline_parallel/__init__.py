@@ -1,0 +1,1 @@
+"""What pipeline stages agree on, and windows whose counts come some steps later."""

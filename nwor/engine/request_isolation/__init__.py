@@ -1,0 +1,1 @@
+"""Requests that fail alone: found by the workers, ended and explained by the scheduler."""

@@ -1,0 +1,1 @@
+"""How figures travel with a step's messages, and the Prometheus metrics made of them."""

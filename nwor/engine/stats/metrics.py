@@ -1,0 +1,220 @@
+"""Prometheus metrics of NWOR, fed with each step's statistics as vLLM's own are; see docs/metrics.md.
+
+Counters are incremented by what one engine reports once, to one front end. So they add up over several API
+server processes as vLLM's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+from nwor.config import NworConfig
+from nwor.counts.formulas import WindowCounts
+from nwor.counts.records import Tally
+from nwor.engine.eligibility import REASONS
+from nwor.engine.request_isolation.common import PLACES
+from nwor.engine.stats.figures import MISMATCHES, EngineFigures
+from nwor.engine.stats.peers import Peers
+from nwor.modes import Mode
+
+_LABELS = ("model_name", "engine")
+#: How the request of a window ended; fields of EngineFigures are called so.
+_ENDS = ("finished", "aborted", "late")
+
+
+class NworStatLogger(AggregateStatLoggerBase):
+    """Called by vLLM with each step's statistics; idle where the engine did not ask for NWOR.
+
+    Args:
+        vllm_config: the engine's configuration.
+        engine_indexes: the engines' numbers.
+        peers: the other processes that show the same metrics; None where there are none.
+
+    """
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int], peers: Peers | None = None) -> None:
+        self.peers = peers or Peers()
+        config = NworConfig.from_additional_config(vllm_config.additional_config)
+        self.enabled = config is not None
+        self._switches = dict.fromkeys(engine_indexes, 0)
+        self._modes: dict[int, str] = {}
+        self._children: dict[tuple[Any, tuple[str, ...]], Any] = {}
+        if config is None:
+            return
+        self._model = str(vllm_config.model_config.served_model_name)
+        speculative = vllm_config.speculative_config
+        _unregister()
+        self._create(speculative.num_speculative_tokens if speculative is not None else 1)
+        for engine in engine_indexes:
+            # Another process may have served for a while already.
+            self._show_mode(config.mode.value, engine, 0)
+            self._show_zeros((self._model, str(engine)))
+
+    def _create(self, drafts: int) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"nwor_{name}", text, (*_LABELS, *labels))
+
+        self._windows = counter("windows", "Verify windows, by what became of them.", "outcome")
+        self._tokens = counter("tokens", "Tokens of verify windows.", "kind")
+        self._bytes = counter("kv_write_bytes", "Bytes written for windows, on all ranks.", "path")
+        self._baseline = counter("kv_write_bytes_baseline", "Bytes that direct writes would have cost.")
+        self._direct = counter("direct_windows", "Windows written directly against the mode.", "reason")
+        self._by_end = counter("request_windows", "Windows of requests that ended.", "end")
+        self._commits = counter("commits", "Commits and restores whose duration was measured.")
+        self._commit_seconds = counter("commit_seconds", "Duration of those commits and restores.")
+        self._switch = counter("mode_switches", "Switches of the mode over the admin API.", "mode")
+        self._mismatch = counter("accounting_mismatches", "Figures that did not agree.", "figure")
+        self._failures = counter("step_failures", "Exceptions that were traced to requests.", "place")
+        self._failed = counter("failed_requests", "Requests that ended for such an exception.", "place")
+        self._accepted = Histogram(
+            "nwor_window_accepted_tokens",
+            "Accepted draft tokens of a window.",
+            _LABELS,
+            buckets=[float(count) for count in range(drafts + 1)],
+        )
+        # One front end hears of a step: the latest value counts, whoever has it. Which mode is the latest,
+        # the processes settle among themselves.
+        self._mode = Gauge(
+            "nwor_mode", "1 for the mode in force.", (*_LABELS, "mode"), multiprocess_mode="mostrecent"
+        )
+        self._held = Gauge(
+            "nwor_staging_held_bytes",
+            "Bytes kept outside the paged cache by the latest verify step, on all ranks.",
+            _LABELS,
+            multiprocess_mode="mostrecent",
+        )
+
+    def _show_zeros(self, labels: tuple[str, str]) -> None:
+        """Have what is known to come start at 0, so that rates count the first event too."""
+        self._count(WindowCounts(), labels)
+        for outcome in ("committed", "restored", "direct"):
+            self._windows.labels(*labels, outcome)
+        for end in _ENDS:
+            self._by_end.labels(*labels, end)
+        for figure in MISMATCHES:
+            self._mismatch.labels(*labels, figure)
+        for name, reason in REASONS.items():
+            if reason.when == "step":
+                self._direct.labels(*labels, name)
+        for place in PLACES:
+            self._failures.labels(*labels, place)
+            self._failed.labels(*labels, place)
+        for mode in Mode:
+            self._switch.labels(*labels, mode.value)
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """Add what one step reported."""
+        new: EngineFigures | None = getattr(scheduler_stats, "nwor", None)
+        if not self.enabled or new is None:
+            return
+        labels = (self._model, str(engine_idx))
+        if new.kinds:
+            self._count(Tally(new.kinds, new.extra).counts(new.token_bytes), labels)
+            self._child(self._held, *labels).set(new.held_bytes)
+        for end in _ENDS:
+            if windows := getattr(new, f"{end}_windows"):
+                self._child(self._by_end, *labels, end).inc(windows)
+        for figure, times in new.mismatches.items():
+            self._mismatch.labels(*labels, figure).inc(times)
+        for place, times in new.failures.items():
+            self._failures.labels(*labels, place).inc(times)
+        for place, times in new.failed_requests.items():
+            self._failed.labels(*labels, place).inc(times)
+        self._child(self._commits, *labels).inc(new.commits)
+        self._child(self._commit_seconds, *labels).inc(new.commit_seconds)
+        # A step that began before a switch may report after it.
+        if new.mode and new.switches >= self._switches.get(engine_idx, 0):
+            self._switches[engine_idx] = new.switches
+            if new.mode != self._modes.get(engine_idx):
+                self._show_mode(new.mode, engine_idx, new.switches)
+
+    def _child(self, metric: Any, *labels: str) -> Any:
+        """Return ``metric.labels(...)``, looked up once: this runs in every step."""
+        key = (metric, labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = metric.labels(*labels)
+        return child
+
+    def _count(self, counts: WindowCounts, labels: tuple[str, str]) -> None:
+        for outcome, windows in counts.outcomes.items():
+            self._child(self._windows, *labels, outcome).inc(windows)
+        for reason, windows in counts.direct_windows.items():
+            self._child(self._direct, *labels, reason).inc(windows)
+        for kind in ("first", "draft", "accepted", "rejected", "committed", "staged"):
+            self._child(self._tokens, *labels, kind).inc(getattr(counts, f"{kind}_tokens"))
+        for path in ("direct", "commit", "stage", "log", "restore"):
+            self._child(self._bytes, *labels, path).inc(getattr(counts, f"{path}_bytes"))
+        self._child(self._baseline, *labels).inc(counts.baseline_bytes)
+        observe = self._child(self._accepted, *labels).observe
+        for tokens, windows in enumerate(counts.accepted_windows):
+            for _ in range(windows):
+                observe(tokens)
+
+    def switched(self, changes: Iterable[Mapping[str, Any]]) -> None:
+        """Note a switch that every rank of every engine has confirmed.
+
+        Args:
+            changes: of each engine, in their order, what the rank says whose figures are read: ``old``, the
+                mode before; ``new``, the mode from now on; ``switches``, its mode changes so far, this one
+                included.
+
+        """
+        for engine, change in zip(self._switches, changes, strict=False):
+            self._switches[engine] = max(self._switches[engine], change["switches"])
+            if self.enabled:
+                self._show_mode(change["new"], engine, change["switches"])
+                if change["new"] != change["old"]:
+                    self._switch.labels(self._model, str(engine), change["new"]).inc()
+
+    def _show_mode(self, mode: str, engine: int, switches: int) -> None:
+        """Show the mode in force of an engine, unless another process knows of a later switch.
+
+        Args:
+            mode: the mode.
+            engine: the engine's number.
+            switches: its mode changes so far, the one to this mode included.
+
+        """
+        self._modes[engine] = mode
+        with self.peers.in_order(engine, switches) as latest:
+            if latest:
+                for known in Mode:
+                    self._child(self._mode, self._model, str(engine), known.value).set(known.value == mode)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say: vLLM calls this once an engine is ready."""
+
+
+def attach_metrics(engine: Any) -> NworStatLogger | None:
+    """Have an ``AsyncLLM`` feed the metrics.
+
+    Args:
+        engine: the front end's engine client.
+
+    Returns:
+        The logger; None where vLLM's statistics are turned off (``--disable-log-stats``).
+
+    """
+    manager = getattr(engine, "logger_manager", None)
+    if manager is None:
+        return None
+    for logger in manager.stat_loggers:
+        if isinstance(logger, NworStatLogger):
+            return logger
+    logger = NworStatLogger(engine.vllm_config, list(manager.engine_indexes), Peers.of(engine))
+    manager.stat_loggers.append(logger)
+    return logger
+
+
+def _unregister() -> None:
+    """Make room for a later engine's metrics in the same process, as vLLM does for its own."""
+    for collector in list(REGISTRY._collector_to_names):
+        if str(getattr(collector, "_name", "")).startswith("nwor_"):
+            REGISTRY.unregister(collector)

@@ -1,0 +1,1 @@
+"""Several processes that serve HTTP: how many, one of them, and their supervisor."""
