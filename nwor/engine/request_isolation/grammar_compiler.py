@@ -1,4 +1,4 @@
-"""A process that compiles grammars for an engine: ``python -m nwor.engine.request_isolation.grammar_compiler FD PARENT``.
+"""A process that compiles grammars for an engine; its arguments are a pipe's descriptor and the parent's id.
 
 A compiler of grammars has no limit of time, and a thread within it cannot be ended; a process can. It reads
 jobs from a pipe and answers each with the compiled grammar or with what was wrong. It ends with its parent.
