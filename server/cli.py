@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from nwor.version import __version__
 from server import environment
+from server.admin_api.settings import SETTINGS
 from server.api_servers.count import resolve_processes
 from server.checks import check_port, prescan
 from server.errors import StartupError, UsageError
@@ -52,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(version.report())
         return 0
-    if arguments[:1] == ["mode"]:
+    if (setting := SETTINGS.get(next(iter(arguments), ""))) is not None:
         from server.admin_api import cli as admin_cli
 
-        return admin_cli.main(arguments[1:])
+        return admin_cli.main(arguments[1:], setting)
     try:
         early = prescan(arguments)
         environment.set_defaults(offline=early.demo or (early.model is not None and is_local(early.model)))
@@ -101,7 +102,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         validate_parsed_serve_args(args)
     except (ValueError, TypeError, AssertionError) as error:
         raise UsageError(str(error)) from error
-    resolve_models(args, default_model)
+    resolve_models(args, default_model, current_platform.device_type)
     use_reporting_scheduler(args)
     use_one_grammar_backend(args)
     resolve_nwor(args, speculates(args))

@@ -141,6 +141,8 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool) -> None:
         elif speculates and not args.no_nwor and unavailable is None:
             if "modes" in given:
                 given["modes"] = [word for word in given["modes"].split(",") if word.strip()]
+            if (chosen := getattr(args, "draft_tokens", None)) is not None:
+                given["draft_tokens"] = chosen
             additional[CONFIG_KEY] = NworConfig.from_mapping(given).to_mapping()
         elif speculates and not args.no_nwor:
             print(f"nwor-server: warning: serving without NWOR: {unavailable}", file=sys.stderr, flush=True)

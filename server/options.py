@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import Any
 
+from nwor.config import DEFAULT_DRAFT_TOKENS
+from server import draft_tokens
 from server.errors import StartupError, UsageError
 from server.models import check_draft, check_model, guess_method
 from server.nwor_options import leaves_nwor_out
@@ -14,7 +16,8 @@ from server.processor import demo_dtype
 #: Title of our group in ``--help``.
 GROUP = "NworServer"
 
-DEFAULT_SPECULATIVE_TOKENS = 4
+#: A number, or "auto": where the engine cannot choose, the number is then ``DEFAULT_DRAFT_TOKENS``.
+DEFAULT_SPECULATIVE_TOKENS: int | str = DEFAULT_DRAFT_TOKENS
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
 # Kubernetes kills 30 s after SIGTERM; this leaves the engine time to go down.
 DEFAULT_DRAIN_SECONDS = 25.0
@@ -88,9 +91,10 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--num-speculative-tokens",
-        type=parse_count,
-        metavar="K",
-        help=f"Draft tokens per step. Default with a draft: {DEFAULT_SPECULATIVE_TOKENS}.",
+        type=draft_tokens.parse,
+        metavar="N|auto|auto:LEAST-MOST",
+        help="Draft tokens per step: a number, or auto, which has the engine choose it for each step, within "
+        f"bounds where they are given. Default with a draft: {DEFAULT_SPECULATIVE_TOKENS}.",
     )
     group.add_argument(
         "--speculative-method",
@@ -131,14 +135,16 @@ def use_one_grammar_backend(args: argparse.Namespace) -> None:
         config.backend = GRAMMAR_BACKEND
 
 
-def resolve_models(args: argparse.Namespace, default_model: str | None = None) -> None:
+def resolve_models(args: argparse.Namespace, default_model: str | None = None, device_type: str = "") -> None:
     """Settle which model, draft and method are served, and check that they fit.
 
-    Sets ``args.model`` and, with a draft, ``args.speculative_config`` (vLLM's form).
+    Sets ``args.model`` and, with a draft, ``args.speculative_config`` (vLLM's form) and ``args.draft_tokens``
+    (the bounds within which the engine chooses how many tokens it drafts, or None).
 
     Args:
         args: the parsed command line: vLLM's attributes and ours.
         default_model: the value of ``--model`` that nobody typed.
+        device_type: vLLM's name of the device.
 
     Raises:
         UsageError: flags that contradict each other, or no model at all.
@@ -156,7 +162,7 @@ def resolve_models(args: argparse.Namespace, default_model: str | None = None) -
     else:
         args.model = given
     check_model(args.model, "model")
-    _use_draft(args)
+    _use_draft(args, device_type)
 
 
 def _use_demo(args: argparse.Namespace) -> None:
@@ -183,7 +189,8 @@ def _vllm_speculation(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _use_draft(args: argparse.Namespace) -> None:
+def _use_draft(args: argparse.Namespace, device_type: str) -> None:
+    args.draft_tokens = None
     if args.draft is None:
         for flag in ("num_speculative_tokens", "speculative_method"):
             if getattr(args, flag) is not None:
@@ -195,11 +202,9 @@ def _use_draft(args: argparse.Namespace) -> None:
         raise UsageError(f"--draft and {other} both configure speculative decoding: drop one of them")
     check_model(args.draft, "draft")
     check_draft(args.model, args.draft)
-    config: dict[str, Any] = {
-        "method": args.speculative_method or guess_method(args.draft),
-        "model": args.draft,
-        "num_speculative_tokens": args.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS,
-    }
+    method = args.speculative_method or guess_method(args.draft)
+    lengths = draft_tokens.settle(args, method, DEFAULT_SPECULATIVE_TOKENS, device_type)
+    config: dict[str, Any] = {"method": method, "model": args.draft, **lengths}
     args.speculative_config = config
 
 

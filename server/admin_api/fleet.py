@@ -1,4 +1,4 @@
-"""One mode on every replica: show it, or switch it, and say for each replica how it ended.
+"""One setting on every replica: show it, or change it, and say for each replica how it ended.
 
 A change over several servers cannot be atomic. What this module sees to is that it is never half done in
 silence: nothing is switched while a replica says that it cannot follow, what fails is tried again, all
@@ -17,6 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+
+from server.admin_api.settings import MODE, Setting
 
 #: Port of a resolved name that has none.
 DEFAULT_PORT = 8000
@@ -54,18 +56,20 @@ class Outcome:
 
     Attributes:
         replica: whose.
-        mode: the mode in force when it was last asked; None where it never answered.
-        offered: the modes that it can be switched to.
-        change: what the switch reported, for the reader.
-        problem: why it could not be shown or switched; None where all is well.
+        setting: what was asked for.
+        value: the value in force when it was last asked; None where it never answered.
+        body: that answer.
+        change: what the change reported, for the reader.
+        problem: why it could not be shown or changed; None where all is well.
         refused: the problem is the replica's own answer, and trying again would not change it.
-        gone: its address is no longer behind the name, so it needs no mode.
+        gone: its address is no longer behind the name, so it needs no value.
 
     """
 
     replica: Replica
-    mode: str | None = None
-    offered: tuple[str, ...] = ()
+    setting: Setting = MODE
+    value: str | None = None
+    body: dict[str, Any] | None = None
     change: str | None = None
     problem: str | None = None
     refused: bool = False
@@ -76,8 +80,8 @@ class Outcome:
         if self.gone:
             return f"{self.replica.url}  gone, it ended meanwhile"
         if self.problem is None:
-            return f"{self.replica.url}  {self.change or self.mode}"
-        return f"{self.replica.url}  FAILED ({self.mode or 'mode unknown'}): {self.problem}"
+            return f"{self.replica.url}  {self.change or self.value}"
+        return f"{self.replica.url}  FAILED ({self.value or self.setting.name + ' unknown'}): {self.problem}"
 
 
 def find_replicas(urls: Iterable[str], names: Iterable[str]) -> list[Replica]:
@@ -122,12 +126,20 @@ class Fleet:
         key: the admin key; None sends none.
         tries: how often a replica is asked that does not answer, at least 1.
         timeout: seconds to wait for one answer.
+        setting: what is shown or changed.
 
     """
 
     def __init__(
-        self, urls: Sequence[str], names: Sequence[str], key: str | None, tries: int, timeout: float
+        self,
+        urls: Sequence[str],
+        names: Sequence[str],
+        key: str | None,
+        tries: int,
+        timeout: float,
+        setting: Setting = MODE,
     ) -> None:
+        self._setting = setting
         self._urls = urls
         self._names = names
         self._tries = tries
@@ -150,7 +162,7 @@ class Fleet:
         await self._http.aclose()
 
     async def show(self) -> list[Outcome]:
-        """Ask every replica for its mode.
+        """Ask every replica for its value.
 
         Returns:
             An outcome for each; one whose ranks differ has a problem.
@@ -161,14 +173,14 @@ class Fleet:
         """
         return await self._ask_all(await self._find())
 
-    async def switch(self, mode: str, force: bool = False) -> list[Outcome]:
-        """Put a mode in force on every replica.
+    async def switch(self, wanted: str, force: bool = False) -> list[Outcome]:
+        """Put a value in force on every replica.
 
         Nothing is switched where a replica answers that it cannot follow, unless ``force`` is set. A replica
         that does not answer holds nobody back: nobody is served by it either.
 
         Args:
-            mode: off, stage or cow.
+            wanted: the value.
             force: switch those that can, even if others cannot.
 
         Returns:
@@ -178,67 +190,66 @@ class Fleet:
             FleetError: there is no replica.
 
         """
-        outcomes = {outcome.replica: outcome for outcome in await self._ask_all(await self._find(), mode)}
+        outcomes = {outcome.replica: outcome for outcome in await self._ask_all(await self._find(), wanted)}
         if not force and any(outcome.refused for outcome in outcomes.values()):
             for outcome in outcomes.values():
                 outcome.problem = outcome.problem or "left alone, because another replica cannot follow"
             return list(outcomes.values())
         fresh = list(outcomes.values())
         for _ in range(ROUNDS):
-            await asyncio.gather(*(self._put(outcome, mode) for outcome in fresh if not outcome.problem))
+            await asyncio.gather(*(self._put(outcome, wanted) for outcome in fresh if not outcome.problem))
             try:
                 current = await self._find()
             except FleetError as error:
-                failure = Outcome(
-                    Replica(" ".join(self._names)), problem=f"cannot look for new ones: {error}"
-                )
-                return [*await self._verify(list(outcomes.values()), mode), failure]
+                where = Replica(" ".join(self._names))
+                failure = Outcome(where, self._setting, problem=f"cannot look for new ones: {error}")
+                return [*await self._verify(list(outcomes.values()), wanted), failure]
             for outcome in outcomes.values():
                 outcome.gone = outcome.replica not in current
-            fresh = await self._ask_all([replica for replica in current if replica not in outcomes], mode)
+            fresh = await self._ask_all([replica for replica in current if replica not in outcomes], wanted)
             outcomes |= {outcome.replica: outcome for outcome in fresh}
             if not fresh:
                 break
-        return await self._verify(list(outcomes.values()), mode)
+        return await self._verify(list(outcomes.values()), wanted)
 
     async def _find(self) -> list[Replica]:
         return await asyncio.to_thread(find_replicas, self._urls, self._names)
 
     async def _ask_all(self, replicas: list[Replica], wanted: str | None = None) -> list[Outcome]:
-        """Ask for modes; with ``wanted``, only whether that one can be put in force is a problem."""
-        outcomes = [Outcome(replica) for replica in replicas]
+        """Ask for values; with ``wanted``, only whether that one can be put in force is a problem."""
+        outcomes = [Outcome(replica, self._setting) for replica in replicas]
         await asyncio.gather(*(self._ask(outcome) for outcome in outcomes))
         for outcome in outcomes:
-            if wanted is None or outcome.mode is None:
+            if wanted is None or outcome.body is None:
                 continue
-            # A switch is what makes ranks agree again.
-            outcome.problem = None
-            if wanted not in outcome.offered:
-                enabled = ", ".join(outcome.offered)
-                outcome.problem = f"mode {wanted!r} was not enabled at start-up (enabled: {enabled})"
-                outcome.refused = True
+            # A change is what makes ranks agree again.
+            outcome.problem = self._setting.cannot(outcome.body, wanted)
+            outcome.refused = outcome.problem is not None
         return outcomes
 
     async def _verify(self, outcomes: list[Outcome], wanted: str) -> list[Outcome]:
         """Ask all that could follow once more: an answer may have been lost, a server may have restarted."""
-        asked = [o for o in outcomes if not o.gone and not o.refused and o.mode is not None]
+        asked = [o for o in outcomes if not o.gone and not o.refused and o.body is not None]
         earlier = [outcome.problem for outcome in asked]
         for outcome in asked:
             outcome.problem = None
         await asyncio.gather(*(self._ask(outcome) for outcome in asked))
         for outcome, problem in zip(asked, earlier, strict=True):
-            if outcome.problem is None and outcome.mode != wanted:
-                outcome.problem = problem or f"not in mode {wanted} any more, after {outcome.change}"
+            if outcome.problem is not None or outcome.body is None:
+                continue
+            if not self._setting.reached(outcome.body, wanted):
+                said = f"{self._setting.lost} {wanted} any more, after {outcome.change}"
+                outcome.problem = problem or said
         return outcomes
 
     async def _ask(self, outcome: Outcome) -> None:
-        body = await self._request(outcome, "GET")
+        body = await self._request(outcome, "GET", _PATH)
         if body is None:
             return
         if not body["enabled"]:
             outcome.problem, outcome.refused = str(body["detail"]), True
             return
-        outcome.mode, outcome.offered = str(body["mode"]), tuple(body["modes"])
+        outcome.value, outcome.body = self._setting.read(body), body
         if not body["ranks_agree"]:
             ranks = (
                 f"rank {rank['rank']}: {rank['fault'] or rank['unsupported'] or rank['mode']}"
@@ -246,14 +257,16 @@ class Fleet:
             )
             outcome.problem = f"its ranks do not agree: {'; '.join(ranks)}"
 
-    async def _put(self, outcome: Outcome, mode: str) -> None:
-        body = await self._request(outcome, "PUT", {"mode": mode})
+    async def _put(self, outcome: Outcome, wanted: str) -> None:
+        body = await self._request(outcome, "PUT", self._setting.path, {self._setting.field: wanted})
         if body is not None:
             outcome.change = describe(body)
-            outcome.mode = str(body["new"])
+            outcome.value = str(body["new"])
 
-    async def _request(self, outcome: Outcome, method: str, body: Any = None) -> dict[str, Any] | None:
-        """Send until there is an answer; PUT may be repeated, the mode that is in force stays in force."""
+    async def _request(
+        self, outcome: Outcome, method: str, path: str, body: Any = None
+    ) -> dict[str, Any] | None:
+        """Send until there is an answer; PUT may be repeated, what is in force stays in force."""
         replica = outcome.replica
         headers = (
             {"Host": httpx.URL(replica.url).copy_with(host=replica.host).netloc.decode()}
@@ -267,7 +280,7 @@ class Fleet:
                 await asyncio.sleep(FIRST_PAUSE * 2 ** (number - 1))
             try:
                 answer = await self._http.request(
-                    method, replica.url + _PATH, json=body, headers=headers, extensions=extensions
+                    method, replica.url + path, json=body, headers=headers, extensions=extensions
                 )
                 found = answer.json()
             except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
@@ -284,7 +297,7 @@ class Fleet:
 
 
 def describe(body: dict[str, Any]) -> str:
-    """Return what the answer to a switch says, for the reader."""
+    """Return what the answer to a change says, for the reader."""
     return f"{body['old']} -> {body['new']} at verify step {body['step']}, on {body['ranks']} rank(s)"
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, field_validator
+from pydantic import BaseModel
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from nwor.config import NworConfig
@@ -23,8 +23,9 @@ from nwor.counts.formulas import WindowCounts
 from nwor.engine.eligibility import REASONS
 from nwor.engine.stats.metrics import NworStatLogger
 from nwor.engine.stats.peers import Peers
-from nwor.modes import Mode
-from server.api.http_errors import error_response, shorten
+from nwor.errors import ConfigError
+from nwor.worker_state import WorkerState
+from server.admin_api.bodies import DraftTokensChange, ModeChange, Refusal, parse
 from server.nwor_options import ADMIN_KEY_VARIABLE
 
 logger = logging.getLogger("vllm.nwor.admin")
@@ -37,39 +38,6 @@ Responses = dict[int | str, dict[str, Any]]
 _BEARER = HTTPBearer(auto_error=False, scheme_name="AdminKey", description="The key of --admin-api-key.")
 
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
-
-
-#: More than any mode's name with blanks around it.
-_LONGEST_MODE = 40
-
-
-class ModeChange(BaseModel):
-    """Body of PUT /admin/nwor: an object with one field, the mode in any case."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    #: Described in place: a reference would lead nowhere within the API's description.
-    mode: Annotated[Mode, WithJsonSchema({"type": "string", "enum": [mode.value for mode in Mode]})] = Field(
-        description="The mode to put in force.", examples=["stage"]
-    )
-
-    @field_validator("mode", mode="before")
-    @classmethod
-    def _in_any_case(cls, value: object) -> Mode:
-        if not isinstance(value, str):
-            raise ValueError(f"the mode must be a string, not {shorten(value)}")
-        if len(value) > _LONGEST_MODE:
-            raise ValueError(f"a mode has at most {_LONGEST_MODE} characters, not {len(value)}")
-        return Mode.parse(value)
-
-
-class Refusal(Exception):  # noqa: N818  an answer, not a fault
-    """An answer other than 200."""
-
-    def __init__(self, status: HTTPStatus, message: str, kind: str, param: str | None = None) -> None:
-        super().__init__(message)
-        headers = {"WWW-Authenticate": "Bearer"} if status is HTTPStatus.UNAUTHORIZED else None
-        self.response = error_response(status, message, kind, param=param, headers=headers)
 
 
 class Admin:
@@ -146,14 +114,18 @@ class Admin:
             for rank in answers
         ]
         changes = ranks[0]["changes"]
+        lengths = self._draft_tokens(ranks[0])
         for rank in ranks:
-            del rank["counts"], rank["changes"]
-        verdicts = {json.dumps([rank["mode"], rank["fault"], rank["unsupported"]]) for rank in ranks}
+            for name in ("counts", "changes", "draft_costs", "draft_costs_why_not"):
+                rank.pop(name, None)
+        agree = ("mode", "fault", "unsupported", "draft_tokens")
+        verdicts = {json.dumps([rank[name] for name in agree]) for rank in ranks}
         return {
             "enabled": True,
             "mode": ranks[0]["mode"],
             "modes": [mode.value for mode in self._config.modes],
             "ranks_agree": len(verdicts) == 1,
+            "draft_tokens": lengths,
             "counters": counts,
             "direct_reasons": {reason: REASONS[reason].text for reason in counts["direct_windows"]},
             "capture": {
@@ -176,7 +148,7 @@ class Admin:
                 server started, 503 where the engine is dead.
 
         """
-        mode = _parse(body)
+        mode = parse(ModeChange, body).mode
         if self._config is None:
             raise Refusal(HTTPStatus.CONFLICT, _absent(), "ConflictError")
         if mode not in self._config.modes:
@@ -196,6 +168,51 @@ class Admin:
             if self._metrics is not None:
                 self._metrics.switched([_counting(answers) for answers in engines])
             logger.info("Admin key %s %s (%s).", key_id, first["what"], asked["when"])
+        return {**change, "ranks": sum(map(len, engines))}
+
+    def _draft_tokens(self, rank: Mapping[str, Any]) -> dict[str, Any]:
+        """Return how many tokens are drafted and why, from what a rank says and the engines' explanations."""
+        assert self._config is not None
+        bounds = self._config.draft_tokens
+        speculative = getattr(self._engine.vllm_config, "speculative_config", None)
+        fixed = str(getattr(speculative, "num_speculative_tokens", ""))
+        return {
+            "setting": rank["draft_tokens"] or fixed,
+            "started_with": fixed if bounds is None else str(bounds),
+            "can_change": bounds is not None,
+            "engines": [] if self._metrics is None else self._metrics.drafting(),
+            "costs": rank.get("draft_costs"),
+            "costs_why_not": rank.get("draft_costs_why_not"),
+        }
+
+    async def set_draft_tokens(self, body: bytes, key_id: str) -> dict[str, Any]:
+        """Have every engine choose its draft tokens within other bounds, or keep to a number.
+
+        Args:
+            body: the request's body, :class:`DraftTokensChange` as JSON.
+            key_id: who asks.
+
+        Raises:
+            Refusal: 400 for a body that is not valid, 409 for what the engine was not started for, 503
+                where it is dead.
+
+        """
+        wanted = parse(DraftTokensChange, body).draft_tokens
+        if self._config is None:
+            raise Refusal(HTTPStatus.CONFLICT, _absent(), "ConflictError")
+        try:
+            # The ranks' own verdict, on a state that nobody has.
+            WorkerState(self._config, self._config.mode).set_draft_tokens(wanted)
+        except ConfigError as error:
+            text = str(error)
+            message = f"{text[0].upper()}{text[1:]}."
+            raise Refusal(HTTPStatus.CONFLICT, message, "ConflictError", "draft_tokens") from error
+        async with self._peers.one_at_a_time():
+            asked = _asked(key_id)
+            engines = await self._call("nwor_set_draft_tokens", wanted, asked)
+            first = min(engines[0], key=_rank)
+            logger.info("Admin key %s %s (%s).", key_id, first["what"], asked["when"])
+        change = {"old": first["old"], "new": first["new"], "step": first["step"]}
         return {**change, "ranks": sum(map(len, engines))}
 
     async def reset(self, key_id: str) -> dict[str, Any]:
@@ -275,37 +292,6 @@ def _absent() -> str:
     )
 
 
-def _parse(body: bytes) -> Mode:
-    """Return the mode that a body asks for.
-
-    Raises:
-        Refusal: 400 for a body that is no :class:`ModeChange`.
-
-    """
-    wanted = 'send a JSON object such as {"mode": "stage"}'
-    try:
-        values = json.loads(body)
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise Refusal(
-            HTTPStatus.BAD_REQUEST, f"The request body is no JSON object: {wanted}.", "BadRequestError"
-        )
-    try:
-        return ModeChange.model_validate(values).mode
-    except ValidationError as invalid:
-        # What is too much comes first: a misspelled field is missing, too.
-        error = min(invalid.errors(), key=lambda found: found["type"] != "extra_forbidden")
-        if error["type"] == "extra_forbidden":
-            message = f"The request body has an unknown field {shorten(error['loc'][0])}: {wanted}."
-        elif error["type"] == "missing":
-            message = f"The request body has no field 'mode': {wanted}."
-        else:
-            text = str(error["ctx"]["error"])
-            message = f"{text[0].upper()}{text[1:]}."
-        raise Refusal(HTTPStatus.BAD_REQUEST, message, "BadRequestError", "mode") from invalid
-
-
 def make_router(admin: Admin) -> APIRouter:
     """Return the routes around an :class:`Admin`."""
     errors: Responses = {
@@ -314,7 +300,7 @@ def make_router(admin: Admin) -> APIRouter:
         503: {"description": "The engine is dead or does not answer."},
     }
     conflict: Responses = {
-        409: {"description": "NWOR, or that mode, was not enabled when the server started."}
+        409: {"description": "NWOR, that mode or such draft tokens were not enabled at the start."}
     }
     router = APIRouter(prefix="/admin/nwor", tags=["admin"], responses=errors)
 
@@ -339,16 +325,16 @@ def make_router(admin: Admin) -> APIRouter:
 
         return await answer(credentials, work)
 
+    async def set_draft_tokens(request: Request, credentials: Credentials) -> JSONResponse:
+        async def work(key_id: str) -> dict[str, Any]:
+            return await admin.set_draft_tokens(await request.body(), key_id)
+
+        return await answer(credentials, work)
+
     async def reset(credentials: Credentials) -> JSONResponse:
         return await answer(credentials, admin.reset)
 
-    body = {
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": ModeChange.model_json_schema()}},
-        }
-    }
-    bad: Responses = {400: {"description": "The body or the mode is not valid."}}
+    bad: Responses = {400: {"description": "The body or its value is not valid."}}
     router.add_api_route("", read, methods=["GET"], summary="Mode, ranks, counters and reasons")
     router.add_api_route(
         "",
@@ -356,7 +342,15 @@ def make_router(admin: Admin) -> APIRouter:
         methods=["PUT"],
         summary="Put a mode in force on every rank",
         responses={**bad, **conflict},
-        openapi_extra=body,
+        openapi_extra=_body(ModeChange),
+    )
+    router.add_api_route(
+        "/draft-tokens",
+        set_draft_tokens,
+        methods=["PUT"],
+        summary="Have the engine choose its draft tokens within bounds, or keep to a number",
+        responses={**bad, **conflict},
+        openapi_extra=_body(DraftTokensChange),
     )
     router.add_api_route(
         "/reset-stats",
@@ -366,6 +360,12 @@ def make_router(admin: Admin) -> APIRouter:
         responses=conflict,
     )
     return router
+
+
+def _body(model: type[BaseModel]) -> dict[str, Any]:
+    """Return a body's description for OpenAPI."""
+    content = {"application/json": {"schema": model.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def install(app: FastAPI, engine: Any, key: str | None, metrics: NworStatLogger | None) -> None:

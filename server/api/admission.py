@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from nwor.config import MAX_WINDOW, NworConfig
+from nwor.engine.draft_lengths.request_bounds import MAX_DRAFT_TOKENS
+from nwor.engine.patches import SCHEDULER
+from server.api.http_errors import shorten
 from server.api.refusals import RefusalError
-from server.options import DEFAULT_MAX_GRAMMAR
+from server.options import DEFAULT_MAX_GRAMMAR, REPORTING_SCHEDULER
 
 #: Encodes as vLLM's messages to the engine do, as far as integers go.
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda _: None)
@@ -36,6 +40,7 @@ class Admission:
         self._processor = engine.input_processor
         self._speculates = engine.vllm_config.speculative_config is not None
         self._max_grammar = max_grammar
+        self._unbounded = _why_unbounded(engine.vllm_config)
 
     def check(self, params: Any) -> None:
         """Refuse what cannot be served, and settle what vLLM leaves open.
@@ -50,6 +55,8 @@ class Admission:
         if not isinstance(params, SamplingParams):
             return
         check_integers(params)
+        if params.extra_args:
+            self._check_bound(params.extra_args)
         if self._speculates and params.logprob_token_ids:
             raise RefusalError(
                 "logprob_token_ids is not served beside speculative decoding: ask for logprobs, or have the "
@@ -76,6 +83,29 @@ class Admission:
                 processor.speculative_config,
                 processor.structured_outputs_config,
                 processor.tokenizer,
+            )
+
+    def _check_bound(self, extra: Mapping[str, Any]) -> None:
+        """Refuse a bound of the draft tokens that is none, or that nobody would keep to."""
+        unknown = next((key for key in extra if key.startswith("nwor_") and key != MAX_DRAFT_TOKENS), None)
+        if unknown is not None:
+            raise RefusalError(
+                f"vllm_xargs has an unknown field {shorten(unknown)}: NWOR knows {MAX_DRAFT_TOKENS!r}.",
+                parameter="vllm_xargs",
+            )
+        if MAX_DRAFT_TOKENS not in extra:
+            return
+        bound = extra[MAX_DRAFT_TOKENS]
+        if isinstance(bound, bool) or not isinstance(bound, int) or not 0 <= bound < MAX_WINDOW:
+            raise RefusalError(
+                f"{MAX_DRAFT_TOKENS} must be a whole number from 0, no speculation for this request, to "
+                f"{MAX_WINDOW - 1}, not {shorten(bound)}.",
+                parameter="vllm_xargs",
+            )
+        if self._unbounded is not None:
+            raise RefusalError(
+                f"{MAX_DRAFT_TOKENS} has no effect here, because {self._unbounded}: leave it out.",
+                parameter="vllm_xargs",
             )
 
     def _check_masks(self, params: SamplingParams) -> None:
@@ -139,6 +169,22 @@ def check_integers(values: SamplingParams | dict[str, Any]) -> None:
             raise RefusalError(
                 f"{name}: an integer has more than 64 bits: send a smaller one.", parameter=name
             ) from None
+
+
+def _why_unbounded(vllm_config: Any) -> str | None:
+    """Return why an engine keeps to no bound of a request's draft tokens; None where it does.
+
+    One without speculation does: nobody drafts.
+    """
+    if vllm_config.speculative_config is None:
+        return None
+    if NworConfig.from_additional_config(vllm_config.additional_config) is None:
+        return "the server runs without NWOR"
+    if vllm_config.scheduler_config.scheduler_cls not in (SCHEDULER, REPORTING_SCHEDULER):
+        return "the server has a scheduler of its own (--scheduler-cls)"
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        return "a diffusion model has vLLM's own scheduler"
+    return None
 
 
 def check_grammar(structured: Any, largest: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nwor.counts.records import summarize
@@ -39,4 +39,17 @@ def describe(sequences: Iterable[Any]) -> dict[str, Any] | None:
         "kv_bytes_written": counts.written_bytes,
         "kv_bytes_saved": counts.saved_bytes,
         "direct_windows": counts.direct_windows,
+        **_bound(known),
+    }
+
+
+def _bound(known: Sequence[RequestFigures]) -> dict[str, Any]:
+    """Return the tightest bound of the sequences' windows, why, and the steps that it left without drafts."""
+    bounded = [figures for figures in known if figures.nwor_max_draft_tokens is not None]
+    tightest = min(bounded, key=lambda figures: figures.nwor_max_draft_tokens or 0, default=None)
+    reasons = [figures.nwor_why_bounded for figures in ([tightest] if tightest else known)]
+    return {
+        "max_draft_tokens": tightest.nwor_max_draft_tokens if tightest else None,
+        "why_bounded": next(filter(None, reasons), None),
+        "steps_without_drafts": sum(figures.nwor_steps_without_drafts for figures in known),
     }

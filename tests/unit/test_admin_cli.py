@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from server.admin_api import cli as admin_cli
-from server.admin_api import fleet
+from server.admin_api import fleet, settings
 
 KEY = "admin-secret"
 #: Answers of the admin API by status, in its own words.
@@ -30,6 +30,11 @@ class Replica:
     def __init__(self, address: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         self.mode = "stage"
         self.modes = ["off", "stage", "cow"]
+        self.draft_tokens: dict[str, Any] | None = {
+            "setting": "auto:0-8",
+            "started_with": "auto:0-8",
+            "can_change": True,
+        }
         self.enabled = True
         self.ranks_agree = True
         #: Statuses of the next answers; 0 cuts the connection.
@@ -73,6 +78,12 @@ class Replica:
             self.send(request, 401, {"error": {"message": PROBLEMS[401], "code": 401}})
         elif body is None:
             self.send(request, 200, self.report())
+        elif request.path == "/admin/nwor/draft-tokens":
+            assert self.draft_tokens is not None
+            old, new = self.draft_tokens["setting"], body["draft_tokens"]
+            new = self.draft_tokens["started_with"] if new == "auto" else new
+            self.draft_tokens["setting"] = old if self.stuck else new
+            self.send(request, 200, {"old": old, "new": new, "step": 7, "ranks": 1})
         else:
             old = self.mode
             self.mode = old if self.stuck else body["mode"]
@@ -93,6 +104,7 @@ class Replica:
             "enabled": True,
             "mode": self.mode,
             "modes": self.modes,
+            **({} if self.draft_tokens is None else {"draft_tokens": self.draft_tokens}),
             "ranks_agree": self.ranks_agree,
             "ranks": ranks,
         }
@@ -162,7 +174,7 @@ def test_showing_agrees_or_fails(three: list[Replica], capsys: pytest.CaptureFix
     assert run(replicas=three) == 1
     out, err = capsys.readouterr()
     assert line_of(out, three[2]).endswith("  off")
-    assert "in different modes: 1 off, 2 stage" in err
+    assert "have different modes: 1 off, 2 stage" in err
     assert [one.puts for one in three] == [0, 0, 0]
 
 
@@ -245,6 +257,77 @@ def test_ranks_that_differ_are_a_failure_that_a_switch_may_mend(
     assert "ranks do not agree: rank 0: stage; rank 1: out of memory" in capsys.readouterr().out
     assert run("off", replicas=three) == 1, "asked again after the switch, they still differ"
     assert [one.puts for one in three] == [1, 1, 1]
+
+
+def run_draft_tokens(*words: str, replicas: list[Replica]) -> int:
+    urls = [word for one in replicas for word in ("--url", one.url)]
+    return admin_cli.main([*words, *urls], settings.DRAFT_TOKENS)
+
+
+@pytest.mark.parametrize("wanted", ["auto:1-6", "3", "0"])
+def test_draft_tokens_of_all_replicas(
+    three: list[Replica], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_draft_tokens(wanted, replicas=three) == 0
+    out = capsys.readouterr().out
+    assert line_of(out, three[0]).endswith(f"auto:0-8 -> {wanted} at verify step 7, on 1 rank(s)")
+    assert out.splitlines()[-1] == f"all 3 replicas have draft tokens {wanted}"
+    assert {one.draft_tokens["setting"] for one in three if one.draft_tokens} == {wanted}
+    assert run_draft_tokens(replicas=three) == 0
+    assert f"all 3 replicas have draft tokens {wanted}" in capsys.readouterr().out
+    assert {one.mode for one in three} == {"stage"}
+
+
+def test_auto_means_the_bounds_that_each_replica_was_started_with(
+    three: list[Replica], capsys: pytest.CaptureFixture[str]
+) -> None:
+    three[1].draft_tokens = {"setting": "2", "started_with": "auto:1-4", "can_change": True}
+    assert run_draft_tokens("auto", replicas=three) == 0
+    assert "2 -> auto:1-4" in line_of(capsys.readouterr().out, three[1])
+    assert run_draft_tokens(replicas=three) == 1
+    assert "have different draft tokens: 2 auto:0-8, 1 auto:1-4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("has", "wanted", "said"),
+    [
+        ({"setting": "4", "started_with": "4", "can_change": False}, "4", "--num-speculative-tokens auto"),
+        ({"setting": "2", "started_with": "auto:1-4", "can_change": True}, "5", "outside of auto:1-4"),
+        ({"setting": "2", "started_with": "auto:1-4", "can_change": True}, "auto:0-4", "outside of auto:1-4"),
+        (None, "3", "its version cannot change draft tokens"),
+    ],
+)
+def test_no_draft_tokens_are_set_where_one_cannot_follow(
+    three: list[Replica], has: Any, wanted: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three[1].draft_tokens = has
+    assert run_draft_tokens(wanted, replicas=three) == 1
+    out, err = capsys.readouterr()
+    assert said in line_of(out, three[1])
+    assert "3 of 3 replicas failed; draft tokens now:" in err
+    assert [one.puts for one in three] == [0, 0, 0]
+
+
+def test_what_is_no_number_of_draft_tokens(three: list[Replica], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_draft_tokens("many", replicas=three) == 1
+    assert "use auto, or bounds as auto:1-8" in capsys.readouterr().out
+    assert [one.puts for one in three] == [0, 0, 0]
+
+
+def test_draft_tokens_that_did_not_stay(three: list[Replica], capsys: pytest.CaptureFixture[str]) -> None:
+    three[2].stuck = True
+    assert run_draft_tokens("3", replicas=three) == 1
+    assert "not at draft tokens 3 any more" in line_of(capsys.readouterr().out, three[2])
+
+
+def test_draft_tokens_of_one_server(
+    make_replica: Callable[..., Replica], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = make_replica()
+    assert run_draft_tokens(replicas=[one]) == 0
+    assert capsys.readouterr().out == "auto:0-8\n"
+    assert run_draft_tokens("5", replicas=[one]) == 0
+    assert capsys.readouterr().out == "auto:0-8 -> 5 at verify step 7, on 1 rank(s)\n"
 
 
 class Names:

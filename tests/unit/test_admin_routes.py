@@ -61,6 +61,13 @@ class Engine:
                 state.reset()
                 state.note(args[0], "reset the counters")
                 answers.append(number)
+            elif method == "nwor_set_draft_tokens":
+                before = state.set_draft_tokens(args[0])
+                what = f"set draft tokens from {before} to {state.draft_tokens} at verify step 7"
+                state.note(args[1], what)
+                answers.append(
+                    {"rank": number, "old": before, "new": state.draft_tokens, "step": 7, "what": what}
+                )
             else:
                 assert method == "nwor_set_mode"
                 old = state.switch(Mode.parse(args[0]))
@@ -86,7 +93,15 @@ def call(engine: Engine, method: str, path: str = "/admin/nwor", key: str | None
     return asyncio.run(send())
 
 
-ROUTES = [("GET", "/admin/nwor"), ("PUT", "/admin/nwor"), ("POST", "/admin/nwor/reset-stats")]
+ROUTES = [
+    ("GET", "/admin/nwor"),
+    ("PUT", "/admin/nwor"),
+    ("POST", "/admin/nwor/reset-stats"),
+    ("PUT", "/admin/nwor/draft-tokens"),
+]
+DRAFT_TOKENS = "/admin/nwor/draft-tokens"
+BODIES = {"/admin/nwor": {"mode": "off"}, DRAFT_TOKENS: {"draft_tokens": "auto:2-4"}}
+AUTO = {"mode": "stage", "draft_tokens": "auto:1-6"}
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -155,7 +170,7 @@ def test_an_engine_without_nwor_says_so() -> None:
     engine = Engine(None)
     assert call(engine, "GET").json()["enabled"] is False
     for method, path in ROUTES[1:]:
-        answer = call(engine, method, path, json={"mode": "off"})
+        answer = call(engine, method, path, json=BODIES.get(path))
         assert answer.status_code == 409
         assert "--draft" in answer.json()["error"]["message"]
 
@@ -163,9 +178,9 @@ def test_an_engine_without_nwor_says_so() -> None:
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 @pytest.mark.parametrize("errored", [True, False])
 def test_a_dead_engine_is_503(method: str, path: str, errored: bool) -> None:
-    engine = Engine(SETTINGS)
+    engine = Engine(AUTO)
     engine.errored, engine.dies = errored, not errored
-    answer = call(engine, method, path, json={"mode": "off"})
+    answer = call(engine, method, path, json=BODIES.get(path))
     assert answer.status_code == 503
     assert "dead" in answer.json()["error"]["message"]
 
@@ -244,11 +259,98 @@ def test_every_engine_of_data_parallelism_is_in_the_answers() -> None:
     assert call(engine, "GET").json()["counters"]["windows"] == 0
 
 
+@pytest.mark.parametrize(
+    ("sent", "new"),
+    [("auto:2-4", "auto:2-4"), (" AUTO ", "auto:1-6"), (3, "3"), ("0", "0"), (6, "6")],
+)
+def test_draft_tokens_are_set_on_every_rank(sent: Any, new: str) -> None:
+    engine = Engine(AUTO, engines=2)
+    first = call(engine, "PUT", DRAFT_TOKENS, json={"draft_tokens": sent})
+    assert first.json() == {"old": "auto:1-6", "new": new, "step": 7, "ranks": 4}
+    assert {state.draft_tokens for state in engine.ranks} == {new}
+    report = call(engine, "GET").json()
+    lengths = report["draft_tokens"]
+    assert (lengths["setting"], lengths["started_with"], lengths["can_change"]) == (new, "auto:1-6", True)
+    assert report["changes"][-1]["what"] == f"set draft tokens from auto:1-6 to {new} at verify step 7"
+    assert report["ranks_agree"] is True
+    engine.ranks[1].draft_tokens = "5"
+    assert call(engine, "GET").json()["ranks_agree"] is False
+
+
+@pytest.mark.parametrize("sent", ["auto:0-6", "auto:1-7", 7, "63", 64])
+def test_draft_tokens_beyond_those_of_the_start_are_409(sent: Any) -> None:
+    engine = Engine(AUTO)
+    answer = call(engine, "PUT", DRAFT_TOKENS, json={"draft_tokens": sent})
+    assert answer.status_code == 409
+    assert "lie outside of auto:1-6" in answer.json()["error"]["message"]
+    assert engine.most_running == 0
+
+
+def test_draft_tokens_of_a_fixed_number_stay() -> None:
+    engine = Engine(SETTINGS)
+    engine.vllm_config.speculative_config = SimpleNamespace(num_speculative_tokens=4)
+    answer = call(engine, "PUT", DRAFT_TOKENS, json={"draft_tokens": 4})
+    assert answer.status_code == 409
+    assert "--num-speculative-tokens auto" in answer.json()["error"]["message"]
+    lengths = call(engine, "GET").json()["draft_tokens"]
+    assert (lengths["setting"], lengths["started_with"], lengths["can_change"]) == ("4", "4", False)
+    assert lengths["engines"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "no JSON object"),
+        (b"{}", 'no field \'draft_tokens\': send a JSON object such as {"draft_tokens": "auto:1-6"}'),
+        (b'{"draft_tokens": 3, "mode": "off"}', "unknown field 'mode'"),
+        (b'{"draft_tokens": null}', "must be auto, auto:LEAST-MOST or a number, not None"),
+        (b'{"draft_tokens": true}', "must be auto, auto:LEAST-MOST or a number, not True"),
+        (b'{"draft_tokens": 2.5}', "must be auto, auto:LEAST-MOST or a number, not 2.5"),
+        (b'{"draft_tokens": -1}', "use auto, or bounds as auto:1-8"),
+        (b'{"draft_tokens": "many"}', "use auto, or bounds as auto:1-8"),
+        (b'{"draft_tokens": "auto:5-2"}', "are no bounds"),
+        (b'{"draft_tokens": "' + b"9" * 5000 + b'"}', "at most 40 characters, not 5000"),
+    ],
+)
+def test_bodies_that_are_no_draft_tokens_are_400(body: bytes, words: str) -> None:
+    answer = call(Engine(AUTO), "PUT", DRAFT_TOKENS, content=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] in ("draft_tokens", None)
+    assert len(answer.text) < 400
+
+
+def test_report_shows_costs_and_what_each_engine_chooses() -> None:
+    engine = Engine(AUTO)
+    drafting = [{"engine": 0, "seconds_ago": 0.1, "chosen": 4}]
+    app = FastAPI()
+    admin_routes.install(app, engine, KEY, SimpleNamespace(drafting=lambda: drafting))  # type: ignore[arg-type]
+    report = engine.ranks[0].report
+
+    def with_costs() -> dict[str, Any]:
+        return {**report(), "draft_costs": {"seconds": {"4": 0.01}}, "draft_costs_why_not": None}
+
+    engine.ranks[0].report = with_costs  # type: ignore[method-assign]
+
+    async def send() -> Any:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return (await client.get("/admin/nwor", headers=HEADERS)).json()
+
+    answer = asyncio.run(send())
+    assert answer["draft_tokens"]["engines"] == drafting
+    assert answer["draft_tokens"]["costs"] == {"seconds": {"4": 0.01}}
+    assert "draft_costs" not in answer["ranks"][0]
+
+
 def test_routes_and_their_key_are_in_openapi() -> None:
     schema = call(Engine(SETTINGS), "GET", "/openapi.json").json()
     paths = schema["paths"]
     assert set(paths["/admin/nwor"]) == {"get", "put"}
     assert set(paths["/admin/nwor/reset-stats"]) == {"post"}
+    assert set(paths[DRAFT_TOKENS]) == {"put"}
+    lengths = paths[DRAFT_TOKENS]["put"]["requestBody"]["content"]["application/json"]["schema"]
+    assert lengths["properties"]["draft_tokens"]["type"] == ["string", "integer"]
     assert {"400", "401", "403", "409", "503"} <= set(paths["/admin/nwor"]["put"]["responses"])
     body = paths["/admin/nwor"]["put"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["properties"]["mode"]["enum"] == ["off", "stage", "cow"]

@@ -1,4 +1,4 @@
-"""Schemas that are looked at before the engine compiles them."""
+"""What is refused before the engine sees it: schemas, and bounds of draft tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from vllm.sampling_params import SamplingParams
 
 pytest.importorskip("vllm")
 
-from server.api.admission import check_grammar, check_integers
+
+from nwor.engine.patches import SCHEDULER
+from server.api.admission import Admission, check_grammar, check_integers
 from server.api.refusals import RefusalError
-from server.options import DEFAULT_MAX_GRAMMAR
+from server.options import DEFAULT_MAX_GRAMMAR, REPORTING_SCHEDULER
 
 
 def check(schema: Any) -> None:
@@ -59,3 +61,49 @@ def test_integers_that_no_message_holds() -> None:
 def test_integers_that_a_message_holds() -> None:
     check_integers(SamplingParams(stream_interval=2**64 - 1, seed=-(2**63), stop_token_ids=[5]))
     check_integers({"priority": -(2**63), "trace_headers": None, "other": object()})
+
+
+def admission(**changes: Any) -> Admission:
+    config = {
+        "speculative_config": SimpleNamespace(),
+        "additional_config": {"nwor": {"mode": "stage"}},
+        "scheduler_config": SimpleNamespace(scheduler_cls=SCHEDULER),
+        **changes,
+    }
+    return Admission(SimpleNamespace(vllm_config=SimpleNamespace(**config), input_processor=None))
+
+
+def params(bound: Any, name: str = "nwor_max_draft_tokens") -> SamplingParams:
+    return SamplingParams(extra_args={name: bound, "session_id": "of somebody else"})
+
+
+@pytest.mark.parametrize("bound", [0, 1, 63])
+def test_a_bound_of_the_draft_tokens(bound: int) -> None:
+    admission().check(params(bound))
+    admission(scheduler_config=SimpleNamespace(scheduler_cls=REPORTING_SCHEDULER)).check(params(bound))
+    # Without speculation every bound is kept to.
+    admission(speculative_config=None, additional_config={}).check(params(bound))
+
+
+@pytest.mark.parametrize("bound", [-1, 64, 1.0, 1.5, "0", True, [1], 10**18])
+def test_what_is_no_bound_of_the_draft_tokens(bound: Any) -> None:
+    with pytest.raises(RefusalError, match=r"must be a whole number from 0, .* to 63, not"):
+        admission().check(params(bound))
+
+
+def test_a_misspelled_bound() -> None:
+    with pytest.raises(RefusalError, match="unknown field 'nwor_max_drafts': NWOR knows 'nwor_max_draft"):
+        admission().check(params(0, "nwor_max_drafts"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"additional_config": {}}, "without NWOR"),
+        ({"scheduler_config": SimpleNamespace(scheduler_cls="mine.Scheduler")}, "--scheduler-cls"),
+        ({"diffusion_config": SimpleNamespace()}, "diffusion"),
+    ],
+)
+def test_a_bound_that_nobody_keeps_to(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(RefusalError, match=why):
+        admission(**changes).check(params(0))

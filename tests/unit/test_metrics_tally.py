@@ -75,7 +75,10 @@ def test_figures_survive_the_way_to_the_front_end():
     request.observe(4, 2)
     request.nwor[("stage", "", 4, 2)] = 3
     request.nwor_token_bytes = 10
+    request.nwor_max_draft_tokens, request.nwor_why_bounded = 0, "asked"
+    request.nwor_steps_without_drafts = 7
     engine = figures.EngineFigures(kinds={("cow", "", 4, 0): 2}, mode="cow", mismatches={"request": 1})
+    engine.draft_steps, engine.drafting = {4: 10, 0: 1}, DRAFTING
     sent = EngineCoreOutputs(
         outputs=[EngineCoreOutput("a", [1], spec_decode_metrics=request)],
         scheduler_stats=figures.EngineStats(num_running_reqs=3, nwor=engine),
@@ -131,8 +134,30 @@ def test_an_answer_sums_its_sequences_by_the_formulas():
         "kv_bytes_written": written * b,
         "kv_bytes_saved": (baseline - written) * b,
         "direct_windows": {"fault": 1},
+        "max_draft_tokens": None,
+        "why_bounded": None,
+        "steps_without_drafts": 0,
     }
     assert describe([RequestSpecDecodeMetrics.new(DRAFTS), None]) is None
+
+
+def test_an_answer_tells_the_tightest_bound_of_its_sequences():
+    parts = [figures.RequestFigures(**vars(RequestSpecDecodeMetrics.new(DRAFTS))) for _ in range(3)]
+    assert describe(parts)["why_bounded"] is None
+    for part, bound, why, skipped in zip(
+        parts, (3, 0, None), ("asked", "rarely accepted", ""), (0, 7, 2), strict=True
+    ):
+        part.nwor_max_draft_tokens, part.nwor_why_bounded = bound, why
+        part.nwor_steps_without_drafts = skipped
+
+    def told(known):
+        answer = describe(known)
+        return [answer[name] for name in ("max_draft_tokens", "why_bounded", "steps_without_drafts")]
+
+    assert told(parts) == [0, "rarely accepted", 9]
+    assert told(parts[:1]) == [3, "asked", 0]
+    parts[1].nwor_max_draft_tokens = None  # it has come back
+    assert told(parts[1:]) == [None, "rarely accepted", 9]
 
 
 def make_logger(engines: int = 1, peers: Peers | None = None) -> NworStatLogger:
@@ -182,6 +207,58 @@ def test_metrics_are_the_figures():
     assert sample("nwor_window_accepted_tokens_count") == 6
     assert sample("nwor_window_accepted_tokens_sum") == 2 * 3 + 1 + 0 + 4
     assert sample("nwor_window_accepted_tokens_bucket", le="1.0") == 2
+
+
+DRAFTING = {
+    "auto": True,
+    "bounds": "auto:0-4",
+    "chosen": 2,
+    "requests": 16,
+    "why": "2 draft tokens give most tokens",
+    "acceptance": [0.7, 0.5, 0.3, 0.2],
+    "milliseconds": {"0": 9.1, "2": 10.2},
+    "tokens_per_second": {"0": 110.0, "2": 210.0},
+    "seconds_without_drafts": 0.0,
+}
+
+
+def test_metrics_show_what_is_drafted():
+    from types import SimpleNamespace
+
+    config = SimpleNamespace(
+        additional_config={"nwor": {"mode": "stage", "draft_tokens": "auto:0-4"}},
+        model_config=SimpleNamespace(served_model_name="tiny"),
+        speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
+    )
+    logger = NworStatLogger(config, [0])
+    assert [sample("nwor_draft_steps_total", draft_tokens=str(k)) for k in range(6)] == [0] * 5 + [None]
+    assert logger.drafting() == []
+    for steps in ({2: 10, 0: 3}, {2: 5}):
+        new = figures.EngineFigures(draft_steps=steps, drafting=DRAFTING)
+        logger.record(figures.EngineStats(nwor=new), None)
+    assert [sample("nwor_draft_steps_total", draft_tokens=str(k)) for k in (0, 1, 2)] == [3, 0, 15]
+    assert sample("nwor_draft_tokens_chosen") == 2
+    assert sample("nwor_draft_tokens_auto") == 1
+    assert [sample("nwor_draft_acceptance_estimate", position=str(i)) for i in range(4)] == [
+        0.7,
+        0.5,
+        0.3,
+        0.2,
+    ]
+    assert sample("nwor_seconds_without_drafts") == 0
+    off = DRAFTING | {"auto": False, "chosen": 0, "seconds_without_drafts": 61.5}
+    logger.record(figures.EngineStats(nwor=figures.EngineFigures(drafting=off)), None)
+    assert (sample("nwor_draft_tokens_chosen"), sample("nwor_draft_tokens_auto")) == (0, 0)
+    assert sample("nwor_seconds_without_drafts") == 61.5
+    (told,) = logger.drafting()
+    assert told.pop("seconds_ago") >= 0
+    assert told == {"engine": 0, **off}
+
+
+def test_an_engine_with_a_fixed_number_shows_no_choice():
+    make_logger()
+    for name in ("draft_steps_total", "draft_tokens_chosen", "draft_tokens_auto", "seconds_without_drafts"):
+        assert sample(f"nwor_{name}") is None
 
 
 def test_a_step_from_before_a_switch_does_not_turn_the_mode_back():

@@ -54,7 +54,7 @@ class Engine:
                     request_id=name,
                     spec_decode_metrics=RequestSpecDecodeMetrics.new(DRAFTS),
                     sampling_params=SimpleNamespace(
-                        stop=stop, allowed_token_ids=None, bad_words_token_ids=None
+                        stop=stop, allowed_token_ids=None, bad_words_token_ids=None, extra_args=None
                     ),
                     num_stale_output_tokens=0,
                     drop_stale_output=False,
@@ -107,7 +107,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine, self.requests, self.running, self.log_stats = engine, {}, [], True
         self.structured_output_manager, self.grammar_compile_error_reqs = None, set()
         parallel = SimpleNamespace(pipeline_parallel_size=engine.stages)
-        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel, additional_config={"nwor": {}})
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: engine.now))
 
     def add_request(self: Any, request: Request) -> None:

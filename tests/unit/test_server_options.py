@@ -50,6 +50,7 @@ def parse(*flags: str, **vllm: Any) -> argparse.Namespace:
         "enforce_eager": False,
         "per_request_spec_decode_metrics": "summary",
         "no_nwor": False,
+        "additional_config": None,
         "dtype": "auto",
     }
     for name, value in {**defaults, **vllm}.items():

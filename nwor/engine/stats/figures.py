@@ -8,6 +8,7 @@ decoder is told to build the subclasses.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
@@ -27,12 +28,18 @@ class RequestFigures(RequestSpecDecodeMetrics):
         nwor: windows by kind.
         nwor_token_bytes: bytes of one token over the staged layers of all ranks.
         nwor_extra: bytes by path that were written beyond the figures of the kinds.
+        nwor_max_draft_tokens: the bound of its windows' draft tokens in force; None where there is none.
+        nwor_steps_without_drafts: steps in which the bound left no drafts.
+        nwor_why_bounded: why it has or had a bound; empty where it never had one.
 
     """
 
     nwor: dict[WindowKind, int] = field(default_factory=dict)
     nwor_token_bytes: int = 0
     nwor_extra: dict[str, int] = field(default_factory=dict)
+    nwor_max_draft_tokens: int | None = None
+    nwor_steps_without_drafts: int = 0
+    nwor_why_bounded: str = ""
 
     @property
     def tally(self) -> Tally:
@@ -59,6 +66,8 @@ class EngineFigures:
         mismatches: figures that do not agree with each other, by what was compared.
         failures: exceptions that were traced to requests, by the place where they came up.
         failed_requests: requests that ended for them, by place.
+        draft_steps: steps by the draft tokens that they made for each request, where those are chosen.
+        drafting: what is chosen at present, and why, as plain JSON values; None where nothing is.
 
     """
 
@@ -76,6 +85,8 @@ class EngineFigures:
     mismatches: dict[str, int] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
     failed_requests: dict[str, int] = field(default_factory=dict)
+    draft_steps: dict[int, int] = field(default_factory=dict)
+    drafting: dict[str, Any] | None = None
 
 
 @dataclass

@@ -6,6 +6,7 @@ server processes as vLLM's do.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -43,6 +44,7 @@ class NworStatLogger(AggregateStatLoggerBase):
         self._switches = dict.fromkeys(engine_indexes, 0)
         self._modes: dict[int, str] = {}
         self._children: dict[tuple[Any, tuple[str, ...]], Any] = {}
+        self._drafting: dict[int, tuple[float, dict[str, Any]]] = {}
         if config is None:
             return
         self._model = str(vllm_config.model_config.served_model_name)
@@ -53,6 +55,9 @@ class NworStatLogger(AggregateStatLoggerBase):
             # Another process may have served for a while already.
             self._show_mode(config.mode.value, engine, 0)
             self._show_zeros((self._model, str(engine)))
+            if config.draft_tokens is not None:
+                for drafts in range(config.draft_tokens.most + 1):
+                    self._draft_steps.labels(self._model, str(engine), str(drafts))
 
     def _create(self, drafts: int) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -76,6 +81,9 @@ class NworStatLogger(AggregateStatLoggerBase):
             _LABELS,
             buckets=[float(count) for count in range(drafts + 1)],
         )
+        self._draft_steps = counter(
+            "draft_steps", "Steps, by the draft tokens chosen for each request.", "draft_tokens"
+        )
         # One front end hears of a step: the latest value counts, whoever has it. Which mode is the latest,
         # the processes settle among themselves.
         self._mode = Gauge(
@@ -86,6 +94,20 @@ class NworStatLogger(AggregateStatLoggerBase):
             "Bytes kept outside the paged cache by the latest verify step, on all ranks.",
             _LABELS,
             multiprocess_mode="mostrecent",
+        )
+
+        self._chosen, self._estimate, self._without, self._auto = (
+            Gauge(f"nwor_{name}", text, (*_LABELS, *more), multiprocess_mode="mostrecent")
+            for name, text, more in (
+                ("draft_tokens_chosen", "Draft tokens for each request of a step, as chosen last.", ()),
+                (
+                    "draft_acceptance_estimate",
+                    "Chance that the drafts up to a position are accepted.",
+                    ("position",),
+                ),
+                ("seconds_without_drafts", "Seconds since a step last made drafts; 0 while steps do.", ()),
+                ("draft_tokens_auto", "1 while the engine chooses the number of draft tokens.", ()),
+            )
         )
 
     def _show_zeros(self, labels: tuple[str, str]) -> None:
@@ -126,6 +148,10 @@ class NworStatLogger(AggregateStatLoggerBase):
             self._failures.labels(*labels, place).inc(times)
         for place, times in new.failed_requests.items():
             self._failed.labels(*labels, place).inc(times)
+        for drafts, steps in new.draft_steps.items():
+            self._child(self._draft_steps, *labels, str(drafts)).inc(steps)
+        if new.drafting is not None:
+            self._show_drafting(new.drafting, engine_idx)
         self._child(self._commits, *labels).inc(new.commits)
         self._child(self._commit_seconds, *labels).inc(new.commit_seconds)
         # A step that began before a switch may report after it.
@@ -133,6 +159,24 @@ class NworStatLogger(AggregateStatLoggerBase):
             self._switches[engine_idx] = new.switches
             if new.mode != self._modes.get(engine_idx):
                 self._show_mode(new.mode, engine_idx, new.switches)
+
+    def _show_drafting(self, drafting: dict[str, Any], engine: int) -> None:
+        """Show what an engine chooses, and keep its explanation for the admin API."""
+        self._drafting[engine] = time.monotonic(), drafting
+        labels = (self._model, str(engine))
+        self._child(self._chosen, *labels).set(drafting["chosen"])
+        self._child(self._auto, *labels).set(drafting["auto"])
+        self._child(self._without, *labels).set(drafting["seconds_without_drafts"])
+        for position, chance in enumerate(drafting["acceptance"]):
+            self._child(self._estimate, *labels, str(position)).set(chance)
+
+    def drafting(self) -> list[dict[str, Any]]:
+        """Return each engine's latest explanation of its draft tokens that this process has heard of."""
+        now = time.monotonic()
+        return [
+            {"engine": engine, "seconds_ago": round(now - when, 1), **drafting}
+            for engine, (when, drafting) in sorted(self._drafting.items())
+        ]
 
     def _child(self, metric: Any, *labels: str) -> Any:
         """Return ``metric.labels(...)``, looked up once: this runs in every step."""

@@ -1,0 +1,153 @@
+"""``--num-speculative-tokens``: numbers, bounds, and where the engine cannot choose."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from nwor.config import DEFAULT_DRAFT_TOKENS, DraftBounds, NworConfig
+from nwor.engine import plugin
+from server import demo, draft_tokens, options
+from server.errors import UsageError
+from server.nwor_options import add_nwor_options, resolve_nwor
+from server.options import add_server_options, resolve_models
+
+MODEL, DRAFT = str(demo.model_path()), str(demo.draft_path())
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NWOR_ADMIN_API_KEY", "NWOR_DISABLE", "VLLM_API_KEY", "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(plugin, "register", lambda: None)
+
+
+def settle(*flags: str, device: str = "cuda", **vllm: Any) -> argparse.Namespace:
+    """Our flags, settled as the command line settles them, with the attributes of vLLM's that ours read."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("model_tag", nargs="?")
+    add_server_options(parser)
+    add_nwor_options(parser)
+    args = parser.parse_args([MODEL, "--draft", DRAFT, *flags])
+    defaults: dict[str, Any] = {
+        **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens", "uds", "api_key")),
+        **{"model": "owner/default", "data_parallel_size": 1, "pipeline_parallel_size": 1, "port": 8000},
+        **{"additional_config": None},
+    }
+    for name, value in {**defaults, **vllm}.items():
+        setattr(args, name, value)
+    resolve_models(args, "owner/default", device)
+    resolve_nwor(args, speculates=True)
+    return args
+
+
+def chosen(args: argparse.Namespace) -> DraftBounds | None:
+    config = NworConfig.from_additional_config(args.additional_config)
+    return None if config is None else config.draft_tokens
+
+
+def test_a_number_fixes_it() -> None:
+    args = settle("--num-speculative-tokens", "6")
+    assert args.speculative_config["num_speculative_tokens"] == 6
+    assert "num_speculative_tokens_per_batch_size" not in args.speculative_config
+    assert chosen(args) is None
+
+
+@pytest.mark.parametrize(
+    ("word", "bounds"),
+    [("auto", DraftBounds()), ("auto:1-6", DraftBounds(1, 6)), ("auto:0-2", DraftBounds(0, 2))],
+)
+def test_auto_gives_vllm_a_schedule_and_the_engine_its_bounds(word: str, bounds: DraftBounds) -> None:
+    args = settle("--num-speculative-tokens", word)
+    assert args.speculative_config["num_speculative_tokens"] == bounds.most
+    schedule = args.speculative_config["num_speculative_tokens_per_batch_size"]
+    assert schedule == [list(entry) for entry in bounds.schedule]
+    assert chosen(args) == bounds
+
+
+def test_vllm_takes_the_schedule() -> None:
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    args = settle("--num-speculative-tokens", "auto:1-6")
+    schedule = args.speculative_config["num_speculative_tokens_per_batch_size"]
+    lookup = build_dynamic_sd_schedule_lookup(schedule, 16, 6)
+    assert set(lookup[2:]) == {DraftBounds(1, 6).fixed}
+
+
+@pytest.mark.parametrize(
+    "word", ["0", "-1", "many", "", "auto:", "auto:8", "auto:8-1", "auto:0-0", "auto:1-64", "automatic"]
+)
+def test_other_words_are_refused(word: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        draft_tokens.parse(word)
+
+
+NOWHERE = [
+    (("--no-nwor",), {}, "drop it, or give a number"),
+    (("--nwor-modes", "off,cow", "--nwor-mode", "off"), {}, "add stage to --nwor-modes"),
+    ((), {"additional_config": {"nwor": {"modes": ["off"], "mode": "off"}}}, "add stage to --nwor-modes"),
+    ((), {"data_parallel_size": 2}, "data parallelism"),
+    ((), {"pipeline_parallel_size": 2}, "pipeline stages"),
+]
+
+
+@pytest.mark.parametrize(("flags", "vllm", "word"), NOWHERE)
+def test_auto_is_refused_where_it_cannot_be(flags: tuple[str, ...], vllm: Any, word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        settle("--num-speculative-tokens", "auto", *flags, **vllm)
+    settle("--num-speculative-tokens", "4", *flags, **vllm)
+
+
+def test_auto_is_refused_with_model_runner_v1_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(UsageError, match="drop VLLM_USE_V2_MODEL_RUNNER=0"):
+        settle("--num-speculative-tokens", "auto")
+    assert chosen(settle("--num-speculative-tokens", "auto", device="cpu")) == DraftBounds()
+
+
+def test_auto_is_refused_without_nwor_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NWOR_DISABLE", "1")
+    with pytest.raises(UsageError, match="NWOR_DISABLE is set"):
+        settle("--num-speculative-tokens", "auto")
+
+
+def test_auto_needs_a_method_with_steps_of_other_lengths() -> None:
+    args = argparse.Namespace(no_nwor=False, additional_config=None)
+    assert "'medusa'" in (draft_tokens.why_not_auto(args, "medusa", "cuda") or "")
+
+
+def test_bounds_in_additional_config_are_taken() -> None:
+    args = settle(additional_config={"nwor": {"draft_tokens": "auto:1-3"}})
+    assert chosen(args) == DraftBounds(1, 3)
+    assert args.speculative_config["num_speculative_tokens"] == 3
+    with pytest.raises(UsageError, match="drop one of them"):
+        settle(
+            *("--num-speculative-tokens", "auto"), additional_config={"nwor": {"draft_tokens": "auto:1-3"}}
+        )
+
+
+def test_auto_beside_nwors_settings_in_additional_config_is_refused() -> None:
+    with pytest.raises(UsageError, match='"draft_tokens": "auto:0-8"'):
+        settle("--num-speculative-tokens", "auto", additional_config={"nwor": {"mode": "stage"}})
+
+
+def test_the_fixed_number_stands_in_for_a_default_of_auto(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(options, "DEFAULT_SPECULATIVE_TOKENS", "auto")
+    assert chosen(settle()) == DraftBounds()
+    assert capsys.readouterr().err == ""
+    for flags, vllm, _ in NOWHERE:
+        args = settle(*flags, **vllm)
+        assert args.speculative_config["num_speculative_tokens"] == DEFAULT_DRAFT_TOKENS
+        assert "num_speculative_tokens_per_batch_size" not in args.speculative_config
+        assert chosen(args) is None
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "4 draft tokens in each step, not auto" in line
+
+
+def test_the_default_is_one_constant() -> None:
+    args = settle()
+    assert args.speculative_config["num_speculative_tokens"] == options.DEFAULT_SPECULATIVE_TOKENS
