@@ -13,6 +13,8 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -90,6 +92,21 @@ class _Process:
             raise GrammarError("its compiler did not start: the server's log has more")
         return pipe
 
+    @property
+    def runs(self) -> bool:
+        """Whether it has been started."""
+        return self._pipe is not None
+
+    def start(self) -> None:
+        """Start the process, unless it runs.
+
+        Raises:
+            GrammarError: it did not start.
+
+        """
+        if self._pipe is None:
+            self._start()
+
     def kill(self) -> None:
         """Kill the process, from any thread; who waits for its answer hears that it ended."""
         process = self._process
@@ -140,19 +157,36 @@ class LimitedCompiler:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        with self._turn:
-            with self._lock:
-                process = self._free.pop()
-            try:
-                compiled, wrong = process.compile((name, args, kwargs), self._seconds)
-            finally:
-                with self._lock:
-                    self._free.append(process)
+        with self._process() as process:
+            compiled, wrong = process.compile((name, args, kwargs), self._seconds)
         if compiled is None:
             raise GrammarError(wrong)
         grammar = _deserialize(compiled, self._tokenizer)
         self._keep(key, grammar)
         return grammar
+
+    def prepare(self) -> None:
+        """Have a process that runs; vLLM gives a regex a limit of its own, which its start must not use up.
+
+        Raises:
+            GrammarError: it did not start.
+
+        """
+        with self._process() as process:
+            process.start()
+
+    @contextmanager
+    def _process(self) -> Iterator[_Process]:
+        """Hold a process, one that runs where there is one."""
+        with self._turn:
+            with self._lock:
+                process = next((each for each in self._free if each.runs), self._free[0])
+                self._free.remove(process)
+            try:
+                yield process
+            finally:
+                with self._lock:
+                    self._free.append(process)
 
     def _keep(self, key: str, grammar: Any) -> None:
         with self._lock:

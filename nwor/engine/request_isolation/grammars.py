@@ -53,6 +53,8 @@ class GuardedGrammars(StructuredOutputManager):
         if self._nwor_seconds:
             with self._nwor_lock:
                 limit(self.backend, self._nwor_seconds, self.executor._max_workers)
+            if isinstance(compiler := getattr(self.backend, "compiler", None), LimitedCompiler):
+                compiler.prepare()
         return super()._create_grammar(request)
 
     def clear_backend(self) -> None:
