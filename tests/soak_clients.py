@@ -32,6 +32,12 @@ def _finish(seen: Seen) -> list[str]:
     return [choice[1] if len(choice) == 2 else choice[2] for choice in seen.choices]
 
 
+def _refused(request: RandomRequest, status: int, message: str) -> list[str]:
+    """Return what to note of a refusal; some come after the engine has begun with the request."""
+    begun = request.body.get("n", 1) if "Nothing was left" in message else 0
+    return [f"status {status}", *["sequences refused late"] * begun]
+
+
 class _Process:
     """The threads of one process and what they saw."""
 
@@ -70,9 +76,7 @@ class _Process:
         if seen.status >= 500:
             self._complain(f"{seen}: {request}")
         if seen.status != 200:
-            # These alone are refused after the engine has begun with them.
-            begun = request.body.get("n", 1) if "Nothing was left" in seen.message else 0
-            return [f"status {seen.status}", *["sequences refused late"] * begun]
+            return _refused(request, seen.status, seen.message)
         ends = _finish(seen)
         return ["status 200", *["sequences"] * len(ends), *(f"end {end}" for end in ends)]
 
@@ -84,7 +88,7 @@ class _Process:
                 return ["left", *["sequences"] * request.body.get("n", 1)]
             if answer.status_code >= 500:
                 self._complain(f"{answer.status_code} of a stream: {request}")
-            return [f"status {answer.status_code}"]
+            return _refused(request, answer.status_code, answer.read().decode())
 
     def _complain(self, what: str) -> None:
         with self._lock:
