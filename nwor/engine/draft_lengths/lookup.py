@@ -1,4 +1,4 @@
-"""The scheduler's side: vLLM asks for a number of drafts each step, NWOR answers and watches what comes of it.
+"""The scheduler's side: vLLM asks for a number of drafts each step, NWOR answers, and sees what comes of it.
 
 vLLM's scheduler holds a list of draft tokens by the number of requests (``dynamic_sd_lookup``) and reads it
 in each step. Here an object stands in its place that chooses.
