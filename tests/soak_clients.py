@@ -78,7 +78,9 @@ class _Process:
         if seen.status != 200:
             return _refused(request, seen.status, seen.message)
         ends = _finish(seen)
-        return ["status 200", *["sequences"] * len(ends), *(f"end {end}" for end in ends)]
+        # An aborted stream does not tell of sequences that had no token yet.
+        asked = request.body.get("n", 1)
+        return ["status 200", *["sequences"] * asked, *(f"end {end}" for end in ends)]
 
     def _leave(self, http: httpx.Client, request: RandomRequest) -> list[str]:
         """Read the first line of a stream, and no more."""
