@@ -20,6 +20,7 @@ from server.api import (
     http_errors,
     mended_answers,
     model_route,
+    openapi_document,
     output_processor,
 )
 from server.api.body_limit import BodyLimitMiddleware
@@ -55,6 +56,7 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     mended_answers.install(app.state)
     beam_search.install(app.state, engine)
     acceptance.install(app.state)
+    openapi_document.install(app)
     # Made now and kept: the first to ask would hold up all others for a second.
     app.openapi()
     return app

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import socket
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.server_process import ServerProcess
+from tests.server_process import ServerProcess, find_free_port
 
 # How long an example takes says nothing on a shared machine.
 settings.register_profile("nwor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,13 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Let collections of garbage pass over what has been imported: engines and benchmarks make many."""
     gc.freeze()
-
-
-def find_free_port() -> int:
-    """Return a port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from nwor.engine.request_isolation.common import StepFailures
 from nwor.engine.request_isolation.request_failures import RequestFailures
 from nwor.engine.stats.figures import EngineFigures, EngineStats, RequestFigures
 from nwor.engine.stats.step_messages import announce, announce_fast_paths, costs_of, record_of
+from nwor.engine.workarounds.seeded_starts import drop_placeholders
 from nwor.modes import Mode
 
 logger = logging.getLogger("vllm.nwor.scheduler")
@@ -96,6 +97,10 @@ class NworScheduling(BoundedDrafts, RequestFailures):
             announce(output, in_flight)
             self._nwor_freed.note(self._nwor_made, in_flight, freed_by(output))
         return output
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        drop_placeholders(scheduler_output, self.requests)
+        super()._update_after_schedule(scheduler_output)
 
     def add_request(self, request: Request) -> None:
         """Take in a request, its figures with room for the windows."""

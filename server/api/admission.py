@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
+import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from nwor.config import MAX_WINDOW, NworConfig
@@ -20,6 +21,8 @@ from server.api.http_errors import shorten
 from server.api.refusals import RefusalError
 from server.options import DEFAULT_MAX_GRAMMAR, REPORTING_SCHEDULER
 
+#: Encodes as vLLM's messages to the engine do, as far as integers go.
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda _: None)
 #: Parts of a schema beyond which it is not searched for references to itself.
 _MAX_PARTS = 100_000
 
@@ -51,6 +54,7 @@ class Admission:
         """
         if not isinstance(params, SamplingParams):
             return
+        check_integers(params)
         if params.extra_args:
             self._check_bound(params.extra_args)
         if self._speculates and params.logprob_token_ids:
@@ -134,10 +138,37 @@ class Admission:
         @functools.wraps(generate)
         def checked(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
             self.check(sampling_params)
+            check_integers(kwargs)
             results: AsyncIterator[Any] = generate(prompt, sampling_params, *args, **kwargs)
             return results
 
         engine.generate = checked
+
+
+def check_integers(values: SamplingParams | dict[str, Any]) -> None:
+    """Refuse integers that no message to the engine can hold.
+
+    Args:
+        values: sampling parameters, or other arguments of a request by name.
+
+    Raises:
+        RefusalError: names the argument.
+
+    """
+    try:
+        _ENCODER.encode(values)
+    except OverflowError:
+        pass
+    else:
+        return
+    named = values if isinstance(values, dict) else msgspec.structs.asdict(values)
+    for name, value in named.items():
+        try:
+            _ENCODER.encode(value)
+        except OverflowError:
+            raise RefusalError(
+                f"{name}: an integer has more than 64 bits: send a smaller one.", parameter=name
+            ) from None
 
 
 def _why_unbounded(vllm_config: Any) -> str | None:
