@@ -160,7 +160,7 @@ class NworConfig:
             if not isinstance(settings["draft_tokens"], str):
                 raise ConfigError(
                     f"NWOR setting 'draft_tokens' must be auto or auto:LEAST-MOST, not "
-                    f"{settings['draft_tokens']!r}: a fixed number is vLLM's own setting num_speculative_tokens"
+                    f"{settings['draft_tokens']!r}: a fixed number is vLLM's own num_speculative_tokens"
                 )
             values["draft_tokens"] = DraftBounds.parse(settings["draft_tokens"])
         return cls(**values)
