@@ -46,8 +46,8 @@ class DraftBounds:
         """
         if not 0 <= self.least <= self.most or not 1 <= self.most < MAX_WINDOW:
             raise ConfigError(
-                f"draft tokens {self.least} to {self.most} are no bounds: give LEAST-MOST with LEAST 0 or more "
-                f"and MOST from 1 to {MAX_WINDOW - 1}, as auto:1-8"
+                f"draft tokens {self.least} to {self.most} are no bounds: give LEAST-MOST with LEAST 0 or "
+                f"more and MOST from 1 to {MAX_WINDOW - 1}, as auto:1-8"
             )
 
     @classmethod
@@ -154,8 +154,8 @@ class NworConfig:
         if settings.get("draft_tokens") is not None:
             if not isinstance(settings["draft_tokens"], str):
                 raise ConfigError(
-                    f"NWOR setting 'draft_tokens' must be auto or auto:LEAST-MOST, not {settings['draft_tokens']!r}: "
-                    "a fixed number is vLLM's own setting num_speculative_tokens"
+                    f"NWOR setting 'draft_tokens' must be auto or auto:LEAST-MOST, not "
+                    f"{settings['draft_tokens']!r}: a fixed number is vLLM's own setting num_speculative_tokens"
                 )
             values["draft_tokens"] = DraftBounds.parse(settings["draft_tokens"])
         return cls(**values)

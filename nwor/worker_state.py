@@ -13,6 +13,7 @@ from nwor.config import DraftBounds, NworConfig
 from nwor.counts.formulas import WindowCounts
 from nwor.counts.histogram import count_kinds
 from nwor.counts.records import EarlierStages, Tally, Treatment, WorkerFacts, add_bytes
+from nwor.draft_costs import StepCosts
 from nwor.errors import ConfigError
 from nwor.fast_paths import FastPaths
 from nwor.modes import Mode
@@ -54,8 +55,10 @@ class WorkerState:
         mixed_graphs_why_not: why mixed steps do not run in one graph; None where they do.
         windows: windows since the start.
         fast_paths: what is shortened of vLLM's own code here, in every mode.
-        draft_tokens: draft tokens as they were asked for while the engine ran, a number or bounds; empty where the
-            settings hold.
+        draft_tokens: draft tokens as they were asked for while the engine ran, a number or bounds; empty
+            where the settings hold.
+        draft_costs: what steps cost by their draft tokens, as measured at the start; None where that was not.
+        draft_costs_why_not: why it was not; None where it was, or where the number of draft tokens is fixed.
         changes: the latest changes that somebody asked for, oldest first: when, by which key, what.
 
     """
@@ -82,6 +85,8 @@ class WorkerState:
     mixed_graphs_why_not: str | None = "not captured"
     windows: int = 0
     draft_tokens: str = ""
+    draft_costs: StepCosts | None = None
+    draft_costs_why_not: str | None = None
     changes: list[dict[str, str]] = field(default_factory=list)
     _logged: set[str] = field(default_factory=set)
     _tally: Tally = field(default_factory=Tally)
@@ -215,7 +220,9 @@ class WorkerState:
     def facts(self) -> WorkerFacts:
         """What rides home with each step; a new object after a switch."""
         if self._facts is None:
-            self._facts = WorkerFacts(self.mode.value, self.switches, self.engine_token_bytes, self.earlier)
+            self._facts = WorkerFacts(
+                self.mode.value, self.switches, self.engine_token_bytes, self.earlier, self.draft_tokens
+            )
         return self._facts
 
     def forget_facts(self) -> None:
@@ -288,6 +295,8 @@ class WorkerState:
                 "steps": self.mixed_graph_steps,
                 "why_not": self.mixed_graphs_why_not,
             },
+            "draft_costs": None if self.draft_costs is None else self.draft_costs.plain(),
+            "draft_costs_why_not": self.draft_costs_why_not,
             "draft_tokens": self.draft_tokens or str(self.config.draft_tokens or ""),
             "changes": self.changes,
             "counts": self.counts.plain(),

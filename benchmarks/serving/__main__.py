@@ -121,7 +121,12 @@ def main(argv: list[str]) -> int:
     modes = [mode for mode in plan.MODES if any(arm.mode == mode for arm in args.arms)]
     commands = {
         arm.server: servers.command(
-            arm.server, target, models.speculation(draft, method, arm.k, args.acceptance), common, modes
+            arm.server,
+            target,
+            models.speculation(draft, method, arm.k, args.acceptance, arm.chosen),
+            common,
+            modes,
+            arm.k if arm.chosen else None,
         )
         for arm in args.arms
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import shapes
+from nwor.config import DraftBounds
 
 #: Chance that a whole run of drafts up to a position is accepted, as EAGLE-3 on Llama-3.1-8B has it in vLLM's
 #: own tests (three positions); the fourth and those behind it go on by the same factor.
@@ -92,11 +93,24 @@ def vocabulary(shape: str) -> int:
     return shapes.SHAPES[shape].vocabulary
 
 
-def speculation(draft: Path, method: str, k: int, acceptance: str) -> dict[str, Any] | None:
-    """Return vLLM's ``--speculative-config``; None where k is 0."""
+def speculation(
+    draft: Path, method: str, k: int, acceptance: str, chosen: bool = False
+) -> dict[str, Any] | None:
+    """Return vLLM's ``--speculative-config``; None where k is 0.
+
+    Args:
+        draft: folder of the drafter.
+        method: vLLM's name of its kind.
+        k: draft tokens, or the most of them.
+        acceptance: as :func:`rates` takes it.
+        chosen: whether NWOR chooses their number.
+
+    """
     if k == 0:
         return None
     config: dict[str, Any] = {"model": str(draft), "method": method, "num_speculative_tokens": k}
+    if chosen:
+        config["num_speculative_tokens_per_batch_size"] = DraftBounds(0, k).schedule
     forced = rates(acceptance, k)
     if forced is not None:
         config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": forced}

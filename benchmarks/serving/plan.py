@@ -10,6 +10,9 @@ from dataclasses import dataclass
 #: Modes of an NWOR server; each is an arm of its own.
 MODES = ("off", "stage", "cow")
 STOCK = "stock"
+AUTO = "auto"
+#: Most draft tokens of the arm that chooses them.
+MOST_CHOSEN = 8
 #: The arms of the core grid.
 CORE_ARMS = (STOCK, "off", "stage")
 #: The loads of the core grid, by shape; the arrivals are meant to be about half of what an H100 serves.
@@ -25,31 +28,39 @@ class Arm:
     Attributes:
         name: as it is called in results, such as ``stage`` or ``stock@2``.
         mode: ``stock``, or a mode of NWOR.
-        k: draft tokens of a step; 0 is no speculation.
+        k: draft tokens of a step; 0 is no speculation. For ``auto`` the most.
+        chosen: whether the server chooses the draft tokens of each step.
 
     """
 
     name: str
     mode: str
     k: int
+    chosen: bool = False
 
     @property
     def server(self) -> str:
         """Name of the server that this arm runs on; arms of one server share it."""
+        if self.chosen:
+            return "nwor@auto"
         return f"{STOCK if self.mode == STOCK else 'nwor'}@{self.k}"
 
 
 def parse_arm(text: str, k: int) -> Arm:
     """Return the arm that ``stock``, ``off``, ``stage``, ``cow`` names; ``@2`` behind it sets its k.
 
+    ``auto`` is ``stage`` with draft tokens that the server chooses, up to :data:`MOST_CHOSEN`.
+
     Raises:
         ValueError: for anything else.
 
     """
+    if text.strip() == AUTO:
+        return Arm(AUTO, MODES[1], MOST_CHOSEN, chosen=True)
     mode, at, number = text.strip().partition("@")
     if mode not in (STOCK, *MODES) or (at and not number.isdecimal()):
         raise ValueError(
-            f"{text!r} is no arm: use stock, {', '.join(MODES)}, and @K for another k, as stock@2"
+            f"{text!r} is no arm: use stock, {', '.join(MODES)}, auto, and @K for another k, as stock@2"
         )
     own = int(number) if at else k
     if own == 0 and mode != STOCK:

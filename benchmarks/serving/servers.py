@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.serving import metrics, step_log
 from benchmarks.serving.client import HOST
 from benchmarks.serving.plan import STOCK, Arm
+from nwor.config import DraftBounds
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The models' name on every server.
@@ -134,7 +135,12 @@ def stock_command() -> list[str]:
 
 
 def command(
-    name: str, target: Path, speculation: Mapping[str, Any] | None, flags: Sequence[str], modes: Sequence[str]
+    name: str,
+    target: Path,
+    speculation: Mapping[str, Any] | None,
+    flags: Sequence[str],
+    modes: Sequence[str],
+    chosen: int | None = None,
 ) -> list[str]:
     """Return a server's command line, without its port.
 
@@ -144,6 +150,7 @@ def command(
         speculation: vLLM's ``--speculative-config``.
         flags: the same for every server.
         modes: that an NWOR server may be switched to; the first is in force at the start.
+        chosen: most draft tokens where the server chooses their number; None where it is fixed.
 
     """
     stock = name.startswith(STOCK)
@@ -151,7 +158,10 @@ def command(
     result += ["--host", HOST, "--served-model-name", MODEL, *flags]
     if speculation is not None:
         result += ["--speculative-config", json.dumps(speculation)]
-    if not stock:
+    if chosen is not None:
+        settings = {"mode": modes[0], "modes": list(modes), "draft_tokens": str(DraftBounds(0, chosen))}
+        result += ["--additional-config", json.dumps({"nwor": settings})]
+    elif not stock:
         result += ["--nwor-mode", modes[0], "--nwor-modes", ",".join(modes)]
     return result
 
@@ -216,7 +226,7 @@ def running(
                     stderr=subprocess.STDOUT,
                     process_group=0,
                 )
-            mode = "" if not key else line[line.index("--nwor-mode") + 1]
+            mode = line[line.index("--nwor-mode") + 1] if "--nwor-mode" in line else ""
             servers[name] = Server(name, port, process, log, steps, key, mode=mode)
         _wait(servers, seconds)
         yield servers

@@ -146,6 +146,8 @@ class WorkerFacts(NamedTuple):
         switches: how often the mode was switched before that.
         token_bytes: bytes of one token over the staged layers of all ranks.
         earlier: the pipeline stages before the last; None where there are none.
+        draft_tokens: what was asked for while the engine ran: a number, or bounds as ``auto:1-6``; empty
+            where the settings of the start hold.
 
     """
 
@@ -153,6 +155,7 @@ class WorkerFacts(NamedTuple):
     switches: int
     token_bytes: int
     earlier: EarlierStages | None = None
+    draft_tokens: str = ""
 
 
 class StepRecord(NamedTuple):

@@ -21,15 +21,17 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
+from nwor.config import NworConfig
 from nwor.counts.records import StepRecord, WindowKind, WorkerFacts, add_bytes
 from nwor.counts.window_table import WindowTable
+from nwor.engine.draft_lengths.lookup import DraftLengths
 from nwor.engine.draft_lengths.request_bounds import BoundedDrafts
 from nwor.engine.fastpath.scheduler import FastScheduling
 from nwor.engine.pipeline_parallel.freed import FreedRequests, freed_by
 from nwor.engine.request_isolation.common import StepFailures
 from nwor.engine.request_isolation.request_failures import RequestFailures
 from nwor.engine.stats.figures import EngineFigures, EngineStats, RequestFigures
-from nwor.engine.stats.step_messages import announce, announce_fast_paths, record_of
+from nwor.engine.stats.step_messages import announce, announce_fast_paths, costs_of, record_of
 from nwor.modes import Mode
 
 logger = logging.getLogger("vllm.nwor.scheduler")
@@ -46,6 +48,8 @@ _NONE: frozenset[str] = frozenset()
 
 class NworScheduling(BoundedDrafts, RequestFailures):
     """Mixin before a scheduler class of an engine that asked for NWOR."""
+
+    dynamic_sd_lookup: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,6 +77,12 @@ class NworScheduling(BoundedDrafts, RequestFailures):
         self._nwor_heard_of = 0
         self._nwor_freed = FreedRequests()
         self._nwor_extra: dict[str, dict[str, int]] = {}
+        config = NworConfig.from_additional_config(self.vllm_config.additional_config)
+        # Whether another step was under way when the results before came.
+        self._nwor_busy = False
+        self._nwor_lengths: DraftLengths | None = None
+        if config is not None and config.draft_tokens is not None and self.dynamic_sd_lookup is not None:
+            self.dynamic_sd_lookup = self._nwor_lengths = DraftLengths(config.draft_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Make the next step; with pipeline stages, let the workers know which ones are under way."""
@@ -108,7 +118,23 @@ class NworScheduling(BoundedDrafts, RequestFailures):
             answers: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
         finally:
             self._nwor_verified = None
+        if self._nwor_lengths is not None:
+            self._nwor_watch(self._nwor_lengths, record, scheduler_output, model_runner_output)
         return answers
+
+    def _nwor_watch(
+        self, lengths: DraftLengths, record: StepRecord | None, scheduled: Any, result: Any
+    ) -> None:
+        """Let the choice of draft tokens see what came of a step."""
+        if not scheduled.total_num_scheduled_tokens:
+            return
+        lengths.take_costs(costs_of(result))
+        tokens = len(scheduled.num_scheduled_tokens)
+        if record is not None:
+            lengths.observe(record)
+            tokens = sum(memoryview(record.sampled).cast("i"))
+        lengths.observe_step(scheduled, tokens, self._nwor_busy)
+        self._nwor_busy = bool(self.running)
 
     def failures_counted(self, failures: StepFailures, counted: bool) -> None:
         """Count what failed in a step."""
@@ -253,6 +279,8 @@ class NworScheduling(BoundedDrafts, RequestFailures):
         self._nwor_fold()
         self._nwor_compare_steps()
         new, latest = self._nwor_new, self._nwor_latest
+        if self._nwor_lengths is not None and self._nwor_lengths.steps:
+            new.draft_steps, new.drafting = self._nwor_lengths.drain(), self._nwor_lengths.explain()
         if latest is None and new == EngineFigures():
             return None
         self._nwor_new, self._nwor_latest = EngineFigures(), None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from nwor.engine.window_manager import WindowManager
 from nwor.modes import Mode
+
+logger = logging.getLogger("vllm.nwor.worker")
 
 
 class NworWorkerMixin:
@@ -31,6 +34,26 @@ class NworWorkerMixin:
         super().finish_weight_update()  # type: ignore[misc]
         self._nwor.take_scales()
 
+    def compile_or_warm_up_model(self) -> Any:
+        """Compile and capture; where draft tokens are chosen, measure what steps cost by their number."""
+        took = super().compile_or_warm_up_model()  # type: ignore[misc]
+        state = self._nwor.state
+        bounds = state.config.draft_tokens
+        if bounds is not None:
+            state.draft_costs_why_not = self.model_runner.nwor_why_no_costs()
+            if state.draft_costs_why_not is None:
+                from nwor.engine.draft_lengths.measurement import measure
+
+                mode, state.mode = state.mode, Mode.STAGE
+                try:
+                    state.draft_costs = measure(self, bounds)
+                finally:
+                    state.mode = mode
+                    state.forget_facts()
+            else:
+                logger.warning("draft tokens stay at %d: %s", bounds.fixed, state.draft_costs_why_not)
+        return took
+
     def nwor_set_draft_tokens(
         self, wanted: str, asked: Mapping[str, str] = MappingProxyType({})
     ) -> dict[str, Any]:
@@ -41,8 +64,8 @@ class NworWorkerMixin:
             asked: who asked for it and when, for the list of changes.
 
         Returns:
-            This rank's number, what held before, what holds now, the number of verify steps so far, and what was
-            changed in words.
+            This rank's number, what held before, what holds now, the number of verify steps so far, and what
+            was changed in words.
 
         Raises:
             ConfigError: if it does not fit what the engine was started with.

@@ -61,6 +61,8 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
         split = layer_context.window.split
         if split is not None:  # a mixed step's graph is being captured
             split.keep(layer_context.layer.name, key, value)
+            if split.windows_only:
+                return
             super().do_kv_cache_update(layer, key, value, kv_cache, split.slots[layer_context.layer.name])
             return
         if layer_context.window.kept_alive is not None:
@@ -149,6 +151,8 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
                 metadata.seq_lens,
                 output,
             )
+        if split.windows_only:
+            return output
         rest = split.rest_of(self, metadata, kv_cache)
         super().forward(layer, query, key, value, kv_cache, rest, output)
         split.join()

@@ -45,6 +45,7 @@ class SplitStep:
             keeps them.
         sources: by layer, where a replay leaves keys and values; filled as layers run.
         stream: runs what belongs to windows, beside the rest.
+        windows_only: whether all rows are windows, so that the pass writes nothing.
 
     """
 
@@ -54,6 +55,7 @@ class SplitStep:
     slots: Mapping[str, torch.Tensor]
     aside: Mapping[str, Source] | None
     stream: torch.cuda.Stream | None
+    windows_only: bool = False
     sources: dict[str, Source] = field(default_factory=dict)
     _schedules: dict[Hashable, Any] = field(default_factory=dict)
 

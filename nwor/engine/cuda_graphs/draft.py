@@ -1,8 +1,8 @@
-"""CUDA graphs of the drafter's first pass over a mixed step, beside the target's (``mixed.py``).
+"""CUDA graphs of the drafter: of its first pass over a mixed step, and of its further passes by their number.
 
 The first pass of an EAGLE drafter reads every row of the step. vLLM runs it piece by piece where prompts
-stand beside verification. Here it replays a graph of the size of the target's. Draft layers write the cache
-as ever, in every graph.
+stand beside verification. Here it replays a graph of the size of the target's (``mixed.py``). Draft layers
+write the cache as ever, in every graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
+    SpeculatorBatchDescriptor,
+    SpeculatorCudaGraphManager,
+)
 
 from nwor.engine.attention.split_step import SplitStep
 from nwor.engine.cuda_graphs.mixed import MixedGraphs, other_graphs
@@ -100,9 +103,9 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
         """Return vLLM's choice; where the target ran in a mixed step's graph, that of the same size."""
         desc = super().dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
         chosen = self.mixed.chosen
-        if desc.uniform_token_count is None and chosen is not None and chosen.num_tokens == num_tokens:
-            return chosen if chosen in self.mixed_graphs else desc
-        return desc
+        if chosen is None or chosen.num_tokens != num_tokens or chosen not in self.mixed_graphs:
+            return desc
+        return chosen
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
         """Replay a graph, from the set that it is of."""
@@ -113,3 +116,43 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
             return super().run_fullgraph(desc)
         finally:
             self.graphs = stock
+
+
+class NworDraftPassesManager(SpeculatorCudaGraphManager):
+    """vLLM's manager of the drafter's further passes, with graphs of every number that may be chosen.
+
+    vLLM captures them for the numbers in its schedule by batch size, of which a choice has no use.
+    """
+
+    _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
+    _numbers: Sequence[int]
+
+    @classmethod
+    def adopt(cls, speculator: Any, numbers: Sequence[int]) -> bool:
+        """Turn a drafter's freshly made manager into this class; return whether it could be.
+
+        Args:
+            speculator: vLLM's drafter.
+            numbers: of draft tokens.
+
+        """
+        manager = getattr(speculator, "decode_cudagraph_manager", None)
+        if type(manager) is not SpeculatorCudaGraphManager:
+            return False
+        manager.__class__ = cls
+        assert isinstance(manager, cls)
+        manager._numbers = [number for number in numbers if number > 1]
+        return True
+
+    def capture(self, *args: Any, specialize_spec_tokens: bool = False, **kwargs: Any) -> None:
+        """Capture one graph for each size and number; where vLLM captures single passes, those."""
+        if specialize_spec_tokens:
+            self._capture_descs = {
+                mode: [
+                    SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=number)
+                    for desc in descs
+                    for number in sorted(self._numbers, reverse=True)
+                ]
+                for mode, descs in self._capture_descs.items()
+            }
+        super().capture(*args, **kwargs)

@@ -39,6 +39,9 @@ STEPS = ((256, 8), (512, 16), (1024, 32), (1 << 30, 64))
 #: Graphs of more rows copy their windows aside: else the memory of all rows' keys and values, layer by layer,
 #: would stay taken for them.
 MOST_KEPT_ROWS = 512
+#: Graphs of windows alone have at most as many rows; larger steps of windows run in graphs of mixed steps, in
+#: which an attention without rows is launched in each layer.
+MOST_WINDOW_ROWS = 1024
 #: Slot of a row that is not written.
 NO_SLOT = -1
 
@@ -135,6 +138,7 @@ class MixedGraphs:
 
     Attributes:
         graphs: by descriptor; none before they are captured.
+        window_graphs: by the same descriptors, graphs of steps that consist of windows alone, of any lengths.
         chosen: the graph of the step that is being prepared; None where vLLM's own choice stands.
 
     """
@@ -145,6 +149,9 @@ class MixedGraphs:
         self.chosen: BatchExecutionDescriptor | None = None
         self._by_loras: dict[int, list[BatchExecutionDescriptor]] = {}
         self._sources: dict[BatchExecutionDescriptor, CapturedSources] = {}
+        self.window_graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph] = {}
+        self._window_sources: dict[BatchExecutionDescriptor, CapturedSources] = {}
+        self._chosen_rows = 0
         self._aside: dict[str, Source] = {}
         self._rows = torch.zeros(1, dtype=torch.int32, device=window_manager.device)
         self._rows_value = 0
@@ -194,17 +201,7 @@ class MixedGraphs:
             self._aside = window.room(min(window_manager.most_window_rows, most))
 
         noted: dict[BatchExecutionDescriptor, dict[str, Source]] = {}
-
-        def wrap(desc: BatchExecutionDescriptor, forward_fn: ForwardFn, warmup: bool) -> ForwardFn:
-            def forward(cg_mode: CUDAGraphMode) -> None:
-                with self._open(desc, slots, starts) as split:
-                    forward_fn(cg_mode)
-                    if not warmup:
-                        noted[desc] = weak_sources(split.sources)
-
-            return forward
-
-        self.graphs = run(wrap)
+        self.graphs = run(self._noting(noted, slots, starts))
         self._sources = {desc: window.captured(sources) for desc, sources in noted.items()}
         by_loras: dict[int, list[BatchExecutionDescriptor]] = {}
         for desc in sorted(self.graphs, key=lambda desc: desc.num_tokens):
@@ -212,9 +209,53 @@ class MixedGraphs:
         self._by_loras = by_loras
         window_manager.state.mixed_graph_rows = most
 
+    def capture_windows(
+        self,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        run: Callable[[Callable[[BatchExecutionDescriptor, ForwardFn, bool], ForwardFn]], Any],
+    ) -> None:
+        """Capture graphs of steps that consist of windows alone, once the others are captured.
+
+        Args:
+            slots: as for :meth:`capture`.
+            starts: likewise.
+            run: likewise.
+
+        """
+        window = self._window_manager.window
+        assert window is not None
+        noted: dict[BatchExecutionDescriptor, dict[str, Source]] = {}
+        self.window_graphs = run(self._noting(noted, slots, starts, windows_only=True))
+        self._window_sources = {desc: window.captured(sources) for desc, sources in noted.items()}
+
+    def _noting(
+        self,
+        noted: dict[BatchExecutionDescriptor, dict[str, Source]],
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        windows_only: bool = False,
+    ) -> Callable[[BatchExecutionDescriptor, ForwardFn, bool], ForwardFn]:
+        """Return what wraps forward functions; it notes where each captured pass leaves its windows."""
+
+        def wrap(desc: BatchExecutionDescriptor, forward_fn: ForwardFn, warmup: bool) -> ForwardFn:
+            def forward(cg_mode: CUDAGraphMode) -> None:
+                with self._open(desc, slots, starts, windows_only) as split:
+                    forward_fn(cg_mode)
+                    if not warmup:
+                        noted[desc] = weak_sources(split.sources)
+
+            return forward
+
+        return wrap
+
     @contextmanager
     def _open(
-        self, desc: BatchExecutionDescriptor, slots: torch.Tensor, starts: torch.Tensor
+        self,
+        desc: BatchExecutionDescriptor,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        windows_only: bool = False,
     ) -> Iterator[SplitStep]:
         """Derive the two parts from the number of window rows, on the device, and let layers see them."""
         window = self._window_manager.window
@@ -224,6 +265,14 @@ class MixedGraphs:
         assert self._places is not None
         rows, tokens = self._rows, desc.num_tokens
         starts = starts[: desc.num_reqs + 1]
+        if windows_only:
+            aside = self._aside if self.copies(desc) else None
+            # Requests that pad the batch are empty.
+            own_starts = torch.minimum(starts, rows)
+            split = SplitStep(tokens, own_starts, starts[:0], {}, aside, None, windows_only=True)
+            with self._showing(split):
+                yield split
+            return
         own = torch.where(self._places[:tokens] < rows, self._early[:, :tokens], slots[:, :tokens])
         split = SplitStep(
             num_tokens=tokens,
@@ -233,10 +282,17 @@ class MixedGraphs:
             aside=self._aside if self.copies(desc) else None,
             stream=self._stream,
         )
+        with self._showing(split):
+            yield split
+
+    @contextmanager
+    def _showing(self, split: SplitStep) -> Iterator[None]:
+        window = self._window_manager.window
+        assert window is not None
         window.shared.clear()
         window.split = split
         try:
-            yield split
+            yield
         finally:
             window.split = None
 
@@ -254,20 +310,32 @@ class MixedGraphs:
             for desc in self._by_loras.get(loras, ()):
                 assert desc.num_reqs is not None
                 if desc.num_tokens >= num_tokens and desc.num_reqs >= num_reqs:
-                    self.chosen = desc
+                    self.chosen, self._chosen_rows = desc, num_tokens
                     break
         return self.chosen
 
-    def prepare(self, desc: BatchExecutionDescriptor) -> None:
-        """Tell the graph that is about to be replayed where the open window batch ends."""
+    def prepare(self, desc: BatchExecutionDescriptor) -> dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]:
+        """Tell the graph that is about to be replayed where the open window batch ends.
+
+        Returns:
+            The set that holds the graph: that of windows alone where the step has no other rows.
+
+        """
         window_manager, rows = self._window_manager, 0
         window = window_manager.window
         batch = window.batch if window is not None and window.staging else None
+        graphs = self.graphs
         if window is not None and batch is not None:
+            alone = (
+                batch.num_tokens == self._chosen_rows and batch.early is None and desc in self.window_graphs
+            )
             try:
-                window.adopt(self._sources[desc])
+                window.adopt((self._window_sources if alone else self._sources)[desc])
                 rows = batch.num_tokens
-                self._set_early(batch.early, rows)
+                if alone:
+                    graphs = self.window_graphs
+                else:
+                    self._set_early(batch.early, rows)
             except Exception as error:
                 rows = 0
                 window_manager.state.fail("graph", error)
@@ -275,7 +343,9 @@ class MixedGraphs:
         if rows != self._rows_value:
             self._rows.fill_(rows)
             self._rows_value = rows
-        window_manager.state.mixed_graph_steps += 1
+        if graphs is self.graphs:
+            window_manager.state.mixed_graph_steps += 1
+        return graphs
 
     def _set_early(self, early: Mapping[int, torch.Tensor] | None, rows: int) -> None:
         """Have rows of the windows written as layers run; ``early`` is by slot key, int64 [rows]."""
@@ -291,6 +361,7 @@ class MixedGraphs:
     def clear(self) -> None:
         """Forget all graphs."""
         self.graphs, self._sources, self._by_loras = {}, {}, {}
+        self.window_graphs, self._window_sources = {}, {}
         self.chosen = None
         self._aside, self._early, self._places = {}, None, None
         self._window_manager.state.mixed_graph_rows = 0

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     ModelCudaGraphManager,
 )
 
-from nwor.engine.cuda_graphs.mixed import MixedGraphs, other_graphs
+from nwor.engine.cuda_graphs.mixed import MOST_WINDOW_ROWS, MixedGraphs, other_graphs
 from nwor.engine.cuda_graphs.stage_graphs import StageGraphs
 
 if TYPE_CHECKING:
@@ -129,11 +129,40 @@ class _CaptureBothModes(CudaGraphManager):
         self.stage.clear()
         if not self.stage.wanted:
             return
+        if mixed and self._chooses_drafts:
+            # Graphs of windows of any lengths serve in place of a set for each length.
+            self._capture_windows(create_forward_fn, progress_bar_desc)
+            return
         descs = [desc for desc in self._capture_descs.get(CUDAGraphMode.FULL, []) if self._stageable(desc)]
         if not descs or self._max_full_descs_to_capture is not None:
             return
         with self.stage.capture(), other_graphs(self, self.stage_graphs, descs):
             super().capture(self._staging(create_forward_fn), f"{progress_bar_desc} (NWOR stage)")
+
+    @property
+    def _chooses_drafts(self) -> bool:
+        return self.nwor.state.config.draft_tokens is not None
+
+    def _capture_windows(self, create_forward_fn: ForwardFactory, progress_bar_desc: str) -> None:
+        most = min(MOST_WINDOW_ROWS, self.nwor.most_window_rows)
+        sizes = [desc.num_tokens for desc in self.mixed.graphs if desc.num_tokens >= most]
+        largest = min(sizes, default=most)
+        descs = [desc for desc in self.mixed_descs if desc.num_tokens <= largest]
+
+        def run(wrap: Any) -> dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]:
+            def create(desc: BatchExecutionDescriptor, warmup: bool) -> ForwardFn:
+                return wrap(desc, create_forward_fn(desc, warmup), warmup)
+
+            with other_graphs(self, {}, descs) as graphs:
+                super(_CaptureBothModes, self).capture(create, f"{progress_bar_desc} (NWOR windows)")
+            return graphs
+
+        state, device = self.nwor.state, self.nwor.device
+        started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+        slots, starts = self._step_inputs
+        self.mixed.capture_windows(slots, starts, run)
+        state.capture_seconds += time.perf_counter() - started
+        state.capture_bytes += free - torch.cuda.mem_get_info(device)[0]
 
     def _capture_mixed(self, create_forward_fn: ForwardFactory, progress_bar_desc: str) -> None:
         def run(wrap: Any) -> dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]:
@@ -263,15 +292,16 @@ class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
         desc = super().dispatch(
             num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches
         )
-        if desc.uniform_token_count is not None or not self.mixed.graphs:
+        # Where lengths are chosen, windows of all lengths run in the same graphs, steps without drafts in vLLM's.
+        own = desc.uniform_token_count is None or (self._chooses_drafts and uniform_token_count != 1)
+        if not own or not self.mixed.graphs:
             return desc
         return self.mixed.choose(num_reqs, num_tokens, desc.num_active_loras) or desc
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
         """Replay the graph of the open window batch's mode."""
         if desc is self.mixed.chosen:
-            self.mixed.prepare(desc)
-            return self._replay(desc, self.mixed.graphs)
+            return self._replay(desc, self.mixed.prepare(desc))
         window = self.nwor.window
         if window is None or not window.staging or not self.stage.take(desc):
             return super().run_fullgraph(desc)

@@ -1,1 +1,1 @@
-"""How many draft tokens each step gets: measured costs, estimated acceptance, the choice, bounds of requests."""
+"""How many draft tokens each step gets: measured costs, estimated acceptance, choice, bounds of requests."""

@@ -4,23 +4,22 @@ With b requests, k drafts each, T(b, k) seconds a step and A(k) tokens a window,
 
     (T(b, k) + e) / (b A(k))  +  m D(b (k + 1)).
 
-T is what was measured at start-up; e is what steps took beyond it of late: contexts, the host. Prompts have to
-be run whatever k is, but a prompt's rows cost more beside more rows of windows: D(r) is what the prompts of
-late add to a step of r rows, and m is how many steps with prompts there were for each token.
+T is what was measured at start-up; e is what steps took beyond it of late: contexts, the host. Prompts have
+to be run whatever k is, but a prompt's rows cost more beside more rows of windows: D(r) is what the prompts
+of late add to a step of r rows, and m is how many steps with prompts there were for each token.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from nwor.config import DraftBounds
+from nwor.draft_costs import StepCosts, candidates
 from nwor.engine.draft_lengths.acceptance import AcceptanceEstimate
-from nwor.engine.draft_lengths.costs import StepCosts, candidates
 
 #: Steps between two looks at the choice while the number of requests stays about the same.
 LOOK_EVERY = 16
@@ -104,7 +103,8 @@ class DraftLengthPolicy:
         if now is None or found[best] < (1.0 - HYSTERESIS) * now:
             self.chosen = best
         self._found = found
-        self.why = f"{self.chosen} draft tokens give {1.0 / found[self.chosen]:.0f} tokens/s with {requests} requests"
+        rate = 1.0 / found[self.chosen]
+        self.why = f"{self.chosen} draft tokens give {rate:.0f} tokens/s with {requests} requests"
 
     def _cost(self, requests: int, drafts: int, tokens: float) -> float:
         """Return the seconds of a token."""

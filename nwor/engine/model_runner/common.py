@@ -11,7 +11,7 @@ from nwor.config import NworConfig
 from nwor.engine.attention.attachment import CacheViews
 from nwor.engine.attention.target_layers import slot_keys, target_layers
 from nwor.engine.pipeline_parallel.stages import PipelineStages
-from nwor.engine.stats.step_messages import attach, fast_paths_of
+from nwor.engine.stats.step_messages import attach, attach_costs, fast_paths_of
 from nwor.engine.step_plan import StepPlan
 from nwor.engine.window_manager import WindowManager
 from nwor.engine.workarounds.adapters import mend_drafter
@@ -28,6 +28,8 @@ class NworRunner(Base):
     nwor: WindowManager
     #: The plan of the step that was committed last, until it is counted.
     _nwor_finished: StepPlan | None = None
+    #: Whether the scheduler knows what steps cost.
+    _nwor_costs_sent: bool = False
 
     #: Set by subclasses: the attention implementation that takes part, and how its cache looks.
     nwor_backend: Any
@@ -82,7 +84,15 @@ class NworRunner(Base):
         """
         raise NotImplementedError
 
+    def nwor_why_no_costs(self) -> str | None:
+        """Return why what steps cost by their draft tokens cannot be measured here; None where it can."""
+        return "model runner V1 takes no steps of the measurement's own"
+
     def _nwor_account(self, output: Any, result: Any, plan: StepPlan) -> Any:
+        state = self.nwor.state
+        if state.draft_costs is not None and not self._nwor_costs_sent:
+            self._nwor_costs_sent = True
+            attach_costs(result, state.draft_costs)
         return attach(result, self.nwor.account_sampled(plan, self._nwor_sampled(output, result)))
 
     def _nwor_account_on_arrival(self, output: Any, plan: StepPlan) -> None:

@@ -39,6 +39,19 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
         if not is_profiling:
             self._nwor_isolate_objects()
 
+    def nwor_why_no_costs(self) -> str | None:
+        """Return why what steps cost by their draft tokens cannot be measured here; None where it can."""
+        if self.nwor.window is None:
+            return "nothing is staged"
+        if self.use_pp:
+            return "pipeline stages run one number of draft tokens"
+        if self.lora_config is not None:
+            return "graphs of steps with adapters are captured for one number of draft tokens"
+        mixed = self.nwor.mixed
+        if mixed is not None and not mixed.graphs:
+            return f"there are no graphs of windows of any length: {self.nwor.state.mixed_graphs_why_not}"
+        return None
+
     def finish_requests(self, scheduler_output: Any) -> None:
         """Commit what this step has to find in the cache, then free the requests that have ended.
 

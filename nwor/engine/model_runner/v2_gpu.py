@@ -10,12 +10,13 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from nwor.config import MAX_WINDOW
+from nwor.draft_costs import candidates
 from nwor.engine.attention.flash import NworFlashAttentionBackend, layer_cache_views
 from nwor.engine.attention.split_step import MOST_SPLIT_ROWS
 from nwor.engine.attention.target_layers import draft_layers, target_layers
 from nwor.engine.cuda_graphs import mixed as mixed_graphs
-from nwor.engine.cuda_graphs.draft import NworDraftGraphManager
-from nwor.engine.cuda_graphs.stage_graphs import expected_bytes
+from nwor.engine.cuda_graphs.draft import NworDraftGraphManager, NworDraftPassesManager
+from nwor.engine.cuda_graphs.stage_graphs import LEAST_GRAPH_BYTES, expected_bytes
 from nwor.engine.cuda_graphs.v2 import NworCudaGraphManager, ProfiledCudaGraphManager, stageable
 from nwor.engine.eligibility import Unsupported, check_engine, check_graphs, memory_is_reused
 from nwor.engine.fastpath import worker as fast_paths
@@ -51,6 +52,9 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             self.cudagraph_manager = NworCudaGraphManager.adopt(self.cudagraph_manager, self.nwor, descs)
             if descs:
                 self._nwor_follow()
+            bounds = state.config.draft_tokens
+            if bounds is not None:
+                NworDraftPassesManager.adopt(self.speculator, candidates(bounds.least, bounds.most))
             state.fast_paths.note(
                 fast_paths.apply(
                     state.config, self.speculator, self.rejection_sampler, self.max_num_reqs, self.device
@@ -164,4 +168,14 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
                 taken += min(window_manager.most_window_rows, mixed[0]) * kv_elements * itemsize
             # FlashAttention's partial results, in float32; vLLM measured graphs that do not split.
             taken += MOST_SPLIT_ROWS * query_elements * 4
+        bounds = self.nwor.state.config.draft_tokens
+        if mixed and bounds is not None:
+            # Graphs of windows of any length, and the drafter's for each number of tokens.
+            samples = manager._capture_mem_samples or []
+            windows = [size for size in mixed if size <= mixed_graphs.MOST_WINDOW_ROWS]
+            taken += expected_bytes(windows, samples, 0)
+            passes = len(candidates(bounds.least, bounds.most)) * len(
+                manager._capture_descs.get(CUDAGraphMode.FULL, [])
+            )
+            taken += passes * LEAST_GRAPH_BYTES
         return taken

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nwor.counts.records import StepRecord
+from nwor.draft_costs import StepCosts
 
 #: Name of the attribute on vLLM's ``SchedulerOutput``.
 IN_FLIGHT = "nwor_in_flight"
@@ -36,6 +37,17 @@ def record_of(output: Any) -> StepRecord | None:
     """Return the record that travels with a step's output, if there is one."""
     record: StepRecord | None = getattr(output, "nwor", None)
     return record
+
+
+def attach_costs(output: Any, costs: StepCosts) -> None:
+    """Let what steps cost travel with a step's ``ModelRunnerOutput``, once."""
+    output.nwor_costs = costs
+
+
+def costs_of(output: Any) -> StepCosts | None:
+    """Return what :func:`attach_costs` noted; None on all steps but one."""
+    found: StepCosts | None = getattr(output, "nwor_costs", None)
+    return found
 
 
 def announce(scheduler_output: Any, in_flight: int) -> None:

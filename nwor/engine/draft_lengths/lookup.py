@@ -1,0 +1,140 @@
+"""The scheduler's side: vLLM asks for a number of drafts each step, NWOR answers, and sees what comes of it.
+
+vLLM's scheduler holds a list of draft tokens by the number of requests (``dynamic_sd_lookup``) and reads it
+in each step. Here an object stands in its place that chooses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from nwor.config import DraftBounds
+from nwor.counts.records import StepRecord, WorkerFacts
+from nwor.draft_costs import StepCosts
+from nwor.engine.draft_lengths.policy import DraftLengthPolicy
+from nwor.modes import Mode
+
+#: Steps whose windows may wait to be taken in.
+MOST_WAITING = 16
+_INT32 = np.dtype(np.int32)
+
+
+class DraftLengths:
+    """Stands where vLLM keeps its draft tokens by number of requests.
+
+    Args:
+        started: the bounds that the engine was started with.
+
+    Attributes:
+        policy: the choice.
+        steps: steps by the number of drafts that they made, since they were last drained.
+
+    """
+
+    def __init__(self, started: DraftBounds) -> None:
+        self.policy = DraftLengthPolicy(started)
+        self.steps: Counter[int] = Counter()
+        self._started = started
+        self._fixed: int | None = started.fixed
+        self._why = "no step has been verified yet"
+        self._facts: WorkerFacts | None = None
+        self._waiting: list[StepRecord] = []
+        self._last = 0.0
+        self._none_since: float | None = None
+
+    def __getitem__(self, requests: int) -> int:
+        """Return the draft tokens that a step of so many requests makes for each of them."""
+        chosen = self.policy.choose(requests) if self._fixed is None else self._fixed
+        self.steps[chosen] += 1
+        if chosen:
+            self._none_since = None
+        elif self._none_since is None:
+            self._none_since = time.monotonic()
+        return chosen
+
+    def take_costs(self, costs: StepCosts | None) -> None:
+        """Take in what the worker measured when the engine started."""
+        if costs is not None:
+            self.policy.take_costs(costs)
+            self._facts = None
+
+    def observe(self, record: StepRecord) -> None:
+        """Take in a verify step's record."""
+        if record.facts is not self._facts:
+            self._follow(record.facts)
+        if self._fixed is None or len(self._waiting) < MOST_WAITING:
+            self._waiting.append(record)
+        if len(self._waiting) >= MOST_WAITING:
+            self._take_waiting()
+
+    def _follow(self, facts: WorkerFacts) -> None:
+        """Do as the workers were told: choose within bounds, or keep to a number."""
+        self._facts = facts
+        wanted = facts.draft_tokens
+        if wanted.isdecimal():
+            self._fixed, self._why = int(wanted), f"fixed at {wanted} by request"
+            return
+        bounds = DraftBounds.parse(wanted) if wanted else self._started
+        if bounds != self.policy.bounds:
+            self.policy.bind(bounds)
+        self._fixed = bounds.fixed
+        if facts.mode != Mode.STAGE:
+            self._why = f"the mode is {facts.mode}: numbers are chosen in stage alone"
+        elif self.policy.costs is None:
+            self._why = "the costs of steps were not measured"
+        else:
+            self._fixed = None
+
+    def _take_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        by_drafts: dict[int, list[Any]] = {}
+        for record in waiting:
+            drafts = np.frombuffer(record.treatment.drafts, _INT32)
+            accepted = np.maximum(np.frombuffer(record.sampled, _INT32), 1) - 1
+            first = int(drafts[0])
+            if (drafts == first).all():
+                by_drafts.setdefault(first, []).append(accepted)
+                continue
+            for count in np.unique(drafts).tolist():
+                by_drafts.setdefault(count, []).append(accepted[drafts == count])
+        for count, parts in by_drafts.items():
+            if count:
+                self.policy.observe(count, np.minimum(np.concatenate(parts), count))
+
+    def observe_step(self, scheduled: Any, tokens: int, busy: bool) -> None:
+        """Take in that a step's results have come.
+
+        Args:
+            scheduled: vLLM's ``SchedulerOutput`` of the step.
+            tokens: that it gave.
+            busy: whether another step was under way or could be made when the results before had come.
+
+        """
+        now = time.perf_counter()
+        seconds, self._last = (now - self._last if busy else 0.0), now
+        drafts = scheduled.scheduled_spec_decode_tokens
+        requests = len(scheduled.num_scheduled_tokens)
+        made = scheduled.num_spec_tokens_to_schedule
+        longest = max(map(len, drafts.values()), default=0)
+        rows = scheduled.total_num_scheduled_tokens
+        prompt = rows - requests - sum(map(len, drafts.values()))
+        if not prompt and longest != made:
+            seconds = 0.0  # the number has just changed
+        self.policy.observe_step(requests, longest, prompt, tokens, seconds)
+
+    def drain(self) -> dict[int, int]:
+        """Return the steps by draft tokens since this was last called."""
+        steps, self.steps = dict(self.steps), Counter()
+        return steps
+
+    def explain(self) -> dict[str, Any]:
+        """Return what is chosen and why, as plain JSON values."""
+        result = self.policy.explain()
+        if self._fixed is not None:
+            result |= {"chosen": self._fixed, "why": self._why}
+        idle = 0.0 if self._none_since is None else time.monotonic() - self._none_since
+        return {"auto": self._fixed is None, **result, "seconds_without_drafts": round(idle, 3)}

@@ -1,0 +1,199 @@
+"""What steps cost, measured at start-up with requests of the worker's own, in the graphs that serving uses.
+
+Requests of random text are verified and drafted for, as the scheduler would have it, and then removed. Nobody
+reads their results: nothing of them is counted. Follows vLLM's own warm-up (``vllm.v1.worker.gpu.warmup``),
+which hands the runner steps of its making likewise.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from nwor.config import DraftBounds
+from nwor.draft_costs import StepCosts, candidates
+
+logger = logging.getLogger("vllm.nwor.draft_lengths")
+
+#: Numbers of requests that are measured, up to the engine's most.
+REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+REQUESTS_CPU = (1, 4, 16, 64)
+#: Rows of the prompts that are measured alone.
+ROWS = (16, 64, 128, 256, 512, 1024, 2048)
+ROWS_CPU = (16, 64, 256)
+#: Steps before a measurement, and those that are measured.
+SETTLE, STEPS = 1, 3
+_CONTEXT = 16
+
+
+class _Requests:
+    """Requests of the measurement, and the steps that they go through."""
+
+    def __init__(self, worker: Any, blocks_of: Any) -> None:
+        self._worker, self._blocks_of = worker, blocks_of
+        self._groups = [group.kv_cache_spec for group in worker.model_runner.kv_cache_config.kv_cache_groups]
+        self._names: list[str] = []
+        self._computed = 0
+        self._number = 0
+
+    def run(self, output: SchedulerOutput) -> None:
+        """Run one step."""
+        self._worker.execute_model(output)
+        self._worker.sample_tokens(None)
+
+    def begin(self, count: int, prompt: int, room: int, drafts: int) -> None:
+        """Add requests in one step or several; those before are removed.
+
+        Args:
+            count: how many.
+            prompt: tokens of each.
+            room: tokens that each may grow by.
+            drafts: draft tokens that the last step makes for each.
+
+        """
+        finished, self._names = set(self._names), []
+        most = max(1, self._worker.model_runner.max_num_tokens // prompt)
+        block = 1
+        for start in range(0, count, most):
+            new = []
+            for _ in range(min(most, count - start)):
+                ids: list[list[int]] = []
+                for spec in self._groups:
+                    size = self._blocks_of(prompt + room, spec)
+                    ids.append(list(range(block, block + size)))
+                    block += size
+                self._number += 1
+                tokens = [(7 * self._number + place) % 97 for place in range(prompt)]
+                new.append(
+                    NewRequestData(
+                        req_id=f"nwor-cost-{self._number}",
+                        prompt_token_ids=tokens,
+                        mm_features=[],
+                        sampling_params=SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True),
+                        pooling_params=None,
+                        block_ids=tuple(ids),
+                        num_computed_tokens=0,
+                        lora_request=None,
+                        prefill_token_ids=tokens,
+                    )
+                )
+            output = SchedulerOutput.make_empty()
+            output.scheduled_new_reqs = new
+            output.num_scheduled_tokens = {one.req_id: prompt for one in new}
+            output.total_num_scheduled_tokens = prompt * len(new)
+            output.num_spec_tokens_to_schedule = drafts
+            output.finished_req_ids, finished = finished, set()
+            self.run(output)
+            self._names += [one.req_id for one in new]
+        self._computed = prompt
+
+    def blocks(self, count: int, tokens: int) -> int:
+        """Return the blocks that so many requests of so many tokens take."""
+        return count * sum(self._blocks_of(tokens, spec) for spec in self._groups)
+
+    def step(self, drafts: int, then: int) -> None:
+        """Verify ``drafts`` tokens of each request, and make ``then`` new ones."""
+        cached = CachedRequestData.make_empty()
+        cached.req_ids = self._names
+        cached.num_computed_tokens = [self._computed] * len(self._names)
+        cached.num_output_tokens = [1] * len(self._names)
+        cached.new_block_ids = [None] * len(self._names)
+        output = SchedulerOutput.make_empty()
+        output.scheduled_cached_reqs = cached
+        output.num_scheduled_tokens = dict.fromkeys(self._names, 1 + drafts)
+        output.total_num_scheduled_tokens = (1 + drafts) * len(self._names)
+        if drafts:
+            output.scheduled_spec_decode_tokens = {name: [-1] * drafts for name in self._names}
+        output.num_spec_tokens_to_schedule = then
+        self.run(output)
+        self._computed += 1 + drafts
+
+    def end(self) -> None:
+        """Remove all requests."""
+        output = SchedulerOutput.make_empty()
+        output.finished_req_ids = set(self._names)
+        self._worker.execute_model(output)
+        self._names = []
+
+
+def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
+    """Return what this engine's steps cost; every rank of it has to do so at the same time.
+
+    Args:
+        worker: vLLM's worker, on model runner V2, its graphs captured.
+        bounds: the draft tokens to measure.
+
+    Raises:
+        RuntimeError: if the cache has no room for a single request.
+
+    """
+    from vllm.v1.worker.gpu.warmup import _warmup_block_counter
+
+    runner = worker.model_runner
+    cpu = runner.device.type == "cpu"
+    began = time.perf_counter()
+    requests = _Requests(worker, _warmup_block_counter(runner))
+    numbers = candidates(bounds.least, bounds.most)
+    prompt = bounds.most + _CONTEXT
+    room = sum((SETTLE + STEPS + 1) * (drafts + 1) for drafts in numbers)
+    blocks = runner.kv_cache_config.num_blocks - 1
+    counts, table = [], []
+    runner.kv_connector.set_disabled(True)
+    try:
+        for count in REQUESTS_CPU if cpu else REQUESTS:
+            too_long = prompt + room > runner.max_model_len
+            if count > runner.max_num_reqs or requests.blocks(count, prompt + room) > blocks or too_long:
+                break
+            requests.begin(count, prompt, room, numbers[0])
+            row, before = [], numbers[0]
+            for drafts in numbers:
+                requests.step(before, drafts)
+                for _ in range(SETTLE):
+                    requests.step(drafts, drafts)
+                row.append(_seconds(runner.device, lambda k=drafts: requests.step(k, k)))
+                before = drafts
+            counts.append(count)
+            table.append(tuple(row))
+        rows = [
+            size
+            for size in (ROWS_CPU if cpu else ROWS)
+            if size <= min(runner.max_num_tokens, runner.max_model_len - 1)
+            and requests.blocks(1, size + 1) <= blocks
+        ]
+        row_seconds = []
+        for size in rows:
+            requests.begin(1, size, 1, 0)
+            row_seconds.append(_seconds(runner.device, lambda n=size: requests.begin(1, n, 1, 0), STEPS - 1))
+        requests.end()
+    finally:
+        runner.kv_connector.set_disabled(False)
+    if not counts:
+        raise RuntimeError("the cache or the longest sequence has no room for the measurement")
+    took = time.perf_counter() - began
+    logger.info("measured what steps cost with %s draft tokens in %.1f s", _listed(numbers), took)
+    return StepCosts(tuple(counts), numbers, tuple(table), tuple(rows), tuple(row_seconds))
+
+
+def _seconds(device: torch.device, step: Any, steps: int = STEPS) -> float:
+    """Return the seconds of one of several steps in a row, launched ahead as in serving."""
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    _wait(device)
+    return (time.perf_counter() - began) / steps
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
