@@ -52,7 +52,7 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     app.middleware_stack = None
     await init_app_state(engine, app.state, args, supported_tasks)
     output_processor.install(engine)
-    admission.Admission(engine, args.max_grammar_size).install(engine)
+    admission.Admission(engine, args.max_grammar_size).install(engine, app.state)
     mended_answers.install(app.state)
     beam_search.install(app.state, engine)
     acceptance.install(app.state)

@@ -182,6 +182,13 @@ SERVER_FAULT_LEDGER = (
         where="server.api.admission",
     ),
     Patch(
+        target="vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.create_responses",
+        why="a stream of the responses API calls the engine after its status went out",
+        how="on the serving object alone; checks a request's bound of draft tokens, then calls the original",
+        removal="with the entry before",
+        where="server.api.admission",
+    ),
+    Patch(
         target="vllm.v1.engine.output_processor.OutputProcessor",
         why="aborts are not counted, tokens past a stop string are, and errors have no words",
         how="the client's own becomes a subclass",

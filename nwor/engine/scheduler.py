@@ -164,7 +164,11 @@ class NworScheduling(BoundedDrafts, RequestFailures):
             self._nwor_due = self._nwor_due or record.facts != self._nwor_facts
             self._nwor_facts = record.facts
             # Graphs for requests without drafts among windows are those of `stage`.
-            self._nwor_bounds.watch = self._nwor_watches and record.facts.mode == Mode.STAGE
+            self._nwor_bounds.watch = (
+                self._nwor_watches
+                and record.facts.mode == Mode.STAGE
+                and not record.facts.draft_tokens.isdecimal()
+            )
         if record.facts.earlier is not None or record.treatment.copied_bytes:
             self._nwor_take_extra(record)
 

@@ -108,6 +108,18 @@ class Admission:
                 parameter="vllm_xargs",
             )
 
+    def _check_responses(self, serving: Any) -> None:
+        """Have bounds checked as a response begins: its stream calls the engine after its status went out."""
+        create = serving.create_responses
+
+        @functools.wraps(create)
+        async def checked(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if request.vllm_xargs:
+                self._check_bound(request.vllm_xargs)
+            return await create(request, *args, **kwargs)
+
+        serving.create_responses = checked
+
     def _check_masks(self, params: SamplingParams) -> None:
         """Refuse masks that leave nothing to sample from the start."""
         whole = params.clone()
@@ -131,8 +143,16 @@ class Admission:
                 parameter="allowed_token_ids",
             )
 
-    def install(self, engine: Any) -> None:
-        """Have every request of an engine client checked before anything of its answer is sent."""
+    def install(self, engine: Any, state: Any = None) -> None:
+        """Have every request of an engine client checked before anything of its answer is sent.
+
+        Args:
+            engine: vLLM's engine client.
+            state: the application's state, with the serving objects in place.
+
+        """
+        if getattr(state, "openai_serving_responses", None) is not None:
+            self._check_responses(state.openai_serving_responses)
         generate = engine.generate
 
         @functools.wraps(generate)

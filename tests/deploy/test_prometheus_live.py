@@ -128,6 +128,8 @@ def fill_in(expression: str) -> str:
 def test_every_panel_has_data(prometheus: Prometheus) -> None:
     # Nothing went wrong, so these are rightly empty; that their metrics exist is test_prometheus.py's.
     empty = {"Windows written directly against the mode", "Alerts"}
+    # The server has a fixed number of draft tokens.
+    empty |= {"Steps by draft tokens", "Draft tokens chosen", "Estimated acceptance by position"}
     without = {title for title, expr in targets() if not prometheus.query(fill_in(expr))}
     assert without <= empty
     assert len(list(targets())) > 40
