@@ -13,6 +13,8 @@ PORT   ?= 8000
 # More flags for the server (`make serve ARGS="--api-key secret"`) or for pytest (`make test TESTS=tests/unit`).
 ARGS   ?=
 TESTS  ?= tests
+# Tests run side by side, each lane on processors of its own: a number, or one for each processor that has memory.
+LANES  ?= auto
 
 # torch's CPU build: found by pip as it is configured, else on PyTorch's own index.
 TORCH_CPU       ?= torch==2.13.0+cpu
@@ -33,7 +35,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export DO_NOT_TRACK ?= 1
 
-.PHONY: help serve test test-gpu verify-gpu lint format types lock cuda wheel sbom bench-server setup setup-dev clean distclean
+.PHONY: help serve test test-gpu verify-gpu lint format types lock cuda cuda-check wheel sbom bench-server setup setup-dev clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,7 +45,7 @@ help:
 	@echo "              (make serve DEVICE=cuda serves on one)"
 	@echo "make lint     ruff, check and format      make types   mypy --strict"
 	@echo "make format   let ruff fix and format     make lock    resolve the lock files anew"
-	@echo "make cuda     compile the CUDA library (needs nvcc, no GPU)"
+	@echo "make cuda     compile the CUDA library (needs nvcc, no GPU); make cuda-check does for a check, faster"
 	@echo "make wheel    build the wheel into dist/cpu, with NWOR_CUDA=ON into dist/cuda"
 	@echo "make sbom     bills of materials and the licence list into dist"
 	@echo "make bench-server   compare with stock vllm serve"
@@ -52,8 +54,9 @@ help:
 serve: setup
 	$(PY) -m server --demo --host $(HOST) --port $(PORT) $(ARGS)
 
+# Each server and each lane would compile the same sources again where no bytecode may be written.
 test: setup-dev
-	$(PY) -m pytest --durations 10 -rs $(TESTS)
+	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(LANES) --dist loadscope --durations 25 -rs $(TESTS)
 
 # Everything that shows a build to be right and fast on GPUs, with a record of it: see docs/release.md.
 test-gpu:
@@ -80,6 +83,14 @@ cuda: $(STAMPS)/runtime $(STAMPS)/build
 	$(BIN)/cmake -S csrc -B build/cuda -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 		-DNWOR_CUDA=ON -DPython_EXECUTABLE=$(abspath $(PY))
 	$(BIN)/cmake --build build/cuda
+
+# The CUDA sources through compiler and assembler without what takes long, optimization. No code is for 100 alone:
+# what it compiles, 80 or 90a does.
+cuda-check: $(STAMPS)/runtime $(STAMPS)/build
+	$(BIN)/cmake -S csrc -B build/cuda-check -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+		-DNWOR_CUDA=ON "-DNWOR_CUDA_ARCHS=80-real;90a-real" -DCMAKE_CUDA_FLAGS=-Ofc=max \
+		-DPython_EXECUTABLE=$(abspath $(PY))
+	$(BIN)/cmake --build build/cuda-check
 
 # Needs a compiler and torch's headers, not the rest of the run-time packages; see docs/release.md.
 WHEEL_DIR = dist/$(if $(filter ON,$(NWOR_CUDA)),cuda,cpu)

@@ -16,6 +16,9 @@ from nwor.modes import Mode
 #: The key in vLLM's ``additional_config`` that holds the settings below.
 CONFIG_KEY = "nwor"
 
+#: Settings that are whole numbers from 0.
+_COUNTS = ("self_check_interval", "mixed_graph_rows", "grammar_seconds")
+
 #: Longest window that the verify kernels take, in tokens.
 MAX_WINDOW = 64
 #: Draft tokens of a step where their number is fixed and nobody gives one.
@@ -94,6 +97,7 @@ class NworConfig:
         fast_host: spare the host work of vLLM's own whose outcome is known beforehand, in every mode.
         fast_sampling: find the most likely tokens with NWOR's own kernels, on model runner V2 on CUDA, in
             every mode.
+        grammar_seconds: what compiling one grammar may take; 0 has no limit, and vLLM's own compiler.
         draft_tokens: the engine chooses each step's number of draft tokens within these bounds; None where
             vLLM's own settings fix it.
 
@@ -105,6 +109,7 @@ class NworConfig:
     mixed_graph_rows: int = 2048
     fast_host: bool = True
     fast_sampling: bool = True
+    grammar_seconds: int = 20
     draft_tokens: DraftBounds | None = None
 
     def __post_init__(self) -> None:
@@ -117,7 +122,7 @@ class NworConfig:
         if self.mode not in self.modes:
             enabled = ", ".join(self.modes)
             raise ConfigError(f"NWOR mode {self.mode.value!r} is not among the enabled modes ({enabled})")
-        for name in ("self_check_interval", "mixed_graph_rows"):
+        for name in _COUNTS:
             if getattr(self, name) < 0:
                 raise ConfigError(f"NWOR setting {name!r} must be 0 or more, not {getattr(self, name)}")
 
@@ -145,7 +150,7 @@ class NworConfig:
             values["modes"] = _parse_modes(settings["modes"])
         elif "mode" in values:
             values["modes"] = tuple(Mode)
-        for name in ("self_check_interval", "mixed_graph_rows"):
+        for name in _COUNTS:
             if name in settings:
                 values[name] = _parse_int(name, settings[name])
         for name in ("fast_host", "fast_sampling"):
@@ -155,7 +160,7 @@ class NworConfig:
             if not isinstance(settings["draft_tokens"], str):
                 raise ConfigError(
                     f"NWOR setting 'draft_tokens' must be auto or auto:LEAST-MOST, not "
-                    f"{settings['draft_tokens']!r}: a fixed number is vLLM's own setting num_speculative_tokens"
+                    f"{settings['draft_tokens']!r}: a fixed number is vLLM's own num_speculative_tokens"
                 )
             values["draft_tokens"] = DraftBounds.parse(settings["draft_tokens"])
         return cls(**values)
@@ -187,6 +192,7 @@ class NworConfig:
             "mixed_graph_rows": self.mixed_graph_rows,
             "fast_host": self.fast_host,
             "fast_sampling": self.fast_sampling,
+            "grammar_seconds": self.grammar_seconds,
             "draft_tokens": None if self.draft_tokens is None else str(self.draft_tokens),
         }
 

@@ -20,6 +20,7 @@ from server.api import (
     http_errors,
     mended_answers,
     model_route,
+    openapi_document,
     output_processor,
 )
 from server.api.body_limit import BodyLimitMiddleware
@@ -51,10 +52,11 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     app.middleware_stack = None
     await init_app_state(engine, app.state, args, supported_tasks)
     output_processor.install(engine)
-    admission.Admission(engine, args.max_grammar_size).install(engine)
+    admission.Admission(engine, args.max_grammar_size).install(engine, app.state)
     mended_answers.install(app.state)
     beam_search.install(app.state, engine)
     acceptance.install(app.state)
+    openapi_document.install(app)
     # Made now and kept: the first to ask would hold up all others for a second.
     app.openapi()
     return app

@@ -50,7 +50,7 @@ class NworEndpoints:
             return
         self._admin.connect(engine_client, attach_metrics(engine_client))
         output_processor.install(engine_client)
-        admission.Admission(engine_client).install(engine_client)
+        admission.Admission(engine_client).install(engine_client, state)
         mended_answers.install(state)
         beam_search.install(state, engine_client)
         acceptance.install(state)

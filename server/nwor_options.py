@@ -24,6 +24,7 @@ _SETTINGS = {
     "nwor_mixed_graph_rows": "mixed_graph_rows",
     "no_fast_host": "fast_host",
     "no_fast_sampling": "fast_sampling",
+    "max_grammar_seconds": "grammar_seconds",
 }
 
 
@@ -72,6 +73,13 @@ def add_nwor_options(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=False,
         help="In every mode: find the most likely tokens with vLLM's own kernels.",
+    )
+    group.add_argument(
+        "--max-grammar-seconds",
+        type=int,
+        metavar="SECONDS",
+        help="What compiling one grammar may take, in a process of its own; a longer one gets 400. "
+        f"0 has no limit. Default: {NworConfig().grammar_seconds}.",
     )
     group.add_argument("--no-nwor", action="store_true", help="Leave NWOR out of the engine: stock vLLM.")
     group.add_argument(

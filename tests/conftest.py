@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import socket
+import gc
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.server_process import ServerProcess
+from tests.server_process import ServerProcess, find_free_port
 
 # How long an example takes says nothing on a shared machine.
 settings.register_profile("nwor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -28,17 +28,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def find_free_port() -> int:
-    """Return a port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over what has been imported: engines and benchmarks make many."""
+    gc.freeze()
 
 
 @pytest.fixture
 def free_port() -> int:
     return find_free_port()
 
+
+pytest_plugins = ("tests.lanes", "tests.required")
 
 #: Servers of this run, for the reports of failed tests.
 servers: list[ServerProcess] = []

@@ -236,7 +236,7 @@ def _read_stream(answer: httpx.Response) -> Seen:
             rows[index] = rows.get(index) if found is None else (rows.get(index) or 0) + found
             if choice.get("finish_reason"):
                 ends[index] = (choice["finish_reason"], choice.get("stop_reason"))
-    choices = [(texts[i], tuple(tokens[i]), *ends[i], rows[i]) for i in sorted(texts)]
+    choices = [(texts[i], tuple(tokens[i]), *ends.get(i, (None, None)), rows[i]) for i in sorted(texts)]
     return Seen(200, choices=choices, usage=usage)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent
 READY_SECONDS = 300.0
 
 DEMO_MODEL = "nwor-demo"
+
+
+def find_free_port() -> int:
+    """Return a port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class ServerProcess:

@@ -96,6 +96,13 @@ OBJECT_LEDGER = (
         where="nwor.engine.cuda_graphs.draft",
     ),
     Patch(
+        target="vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorCudaGraphManager.capture",
+        why="the drafter's passes need graphs for every number of drafts that may be chosen",
+        how="the manager becomes a subclass, which captures them",
+        removal="when vLLM captures them for other numbers than its schedule has",
+        where="nwor.engine.cuda_graphs.draft",
+    ),
+    Patch(
         target="vllm.compilation.cuda_graph.CUDAGraphWrapper",
         why="runner V1 wraps the model in a class that it names itself",
         how="the wrapper becomes a subclass that keeps a second set of graphs",
@@ -182,6 +189,13 @@ SERVER_FAULT_LEDGER = (
         where="server.api.admission",
     ),
     Patch(
+        target="vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.create_responses",
+        why="a stream of the responses API calls the engine after its status went out",
+        how="on the serving object alone; checks a request's bound of draft tokens, then calls the original",
+        removal="with the entry before",
+        where="server.api.admission",
+    ),
+    Patch(
         target="vllm.v1.engine.output_processor.OutputProcessor",
         why="aborts are not counted, tokens past a stop string are, and errors have no words",
         how="the client's own becomes a subclass",
@@ -194,6 +208,13 @@ SERVER_FAULT_LEDGER = (
         how="methods of the serving object are wrapped",
         removal="when vLLM's echo and beam search do as they are asked",
         where="server.api.mended_answers",
+    ),
+    Patch(
+        target="fastapi.FastAPI.openapi",
+        why="vLLM's routes answer with statuses that their document does not have",
+        how="on the application: the document is completed when it is first asked for",
+        removal="when vLLM documents them",
+        where="server.api.openapi_document",
     ),
     Patch(
         target="vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search",

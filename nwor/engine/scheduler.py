@@ -32,6 +32,7 @@ from nwor.engine.request_isolation.common import StepFailures
 from nwor.engine.request_isolation.request_failures import RequestFailures
 from nwor.engine.stats.figures import EngineFigures, EngineStats, RequestFigures
 from nwor.engine.stats.step_messages import announce, announce_fast_paths, costs_of, record_of
+from nwor.engine.workarounds.seeded_starts import drop_placeholders
 from nwor.modes import Mode
 
 logger = logging.getLogger("vllm.nwor.scheduler")
@@ -97,6 +98,10 @@ class NworScheduling(BoundedDrafts, RequestFailures):
             self._nwor_freed.note(self._nwor_made, in_flight, freed_by(output))
         return output
 
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        drop_placeholders(scheduler_output, self.requests)
+        super()._update_after_schedule(scheduler_output)
+
     def add_request(self, request: Request) -> None:
         """Take in a request, its figures with room for the windows."""
         super().add_request(request)
@@ -159,7 +164,11 @@ class NworScheduling(BoundedDrafts, RequestFailures):
             self._nwor_due = self._nwor_due or record.facts != self._nwor_facts
             self._nwor_facts = record.facts
             # Graphs for requests without drafts among windows are those of `stage`.
-            self._nwor_bounds.watch = self._nwor_watches and record.facts.mode == Mode.STAGE
+            self._nwor_bounds.watch = (
+                self._nwor_watches
+                and record.facts.mode == Mode.STAGE
+                and not record.facts.draft_tokens.isdecimal()
+            )
         if record.facts.earlier is not None or record.treatment.copied_bytes:
             self._nwor_take_extra(record)
 

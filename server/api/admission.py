@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
+import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from nwor.config import MAX_WINDOW, NworConfig
@@ -20,6 +21,8 @@ from server.api.http_errors import shorten
 from server.api.refusals import RefusalError
 from server.options import DEFAULT_MAX_GRAMMAR, REPORTING_SCHEDULER
 
+#: Encodes as vLLM's messages to the engine do, as far as integers go.
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda _: None)
 #: Parts of a schema beyond which it is not searched for references to itself.
 _MAX_PARTS = 100_000
 
@@ -51,6 +54,7 @@ class Admission:
         """
         if not isinstance(params, SamplingParams):
             return
+        check_integers(params)
         if params.extra_args:
             self._check_bound(params.extra_args)
         if self._speculates and params.logprob_token_ids:
@@ -104,6 +108,18 @@ class Admission:
                 parameter="vllm_xargs",
             )
 
+    def _check_responses(self, serving: Any) -> None:
+        """Have bounds checked as a response begins: its stream calls the engine after its status went out."""
+        create = serving.create_responses
+
+        @functools.wraps(create)
+        async def checked(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if request.vllm_xargs:
+                self._check_bound(request.vllm_xargs)
+            return await create(request, *args, **kwargs)
+
+        serving.create_responses = checked
+
     def _check_masks(self, params: SamplingParams) -> None:
         """Refuse masks that leave nothing to sample from the start."""
         whole = params.clone()
@@ -127,17 +143,52 @@ class Admission:
                 parameter="allowed_token_ids",
             )
 
-    def install(self, engine: Any) -> None:
-        """Have every request of an engine client checked before anything of its answer is sent."""
+    def install(self, engine: Any, state: Any = None) -> None:
+        """Have every request of an engine client checked before anything of its answer is sent.
+
+        Args:
+            engine: vLLM's engine client.
+            state: the application's state, with the serving objects in place.
+
+        """
+        if getattr(state, "openai_serving_responses", None) is not None:
+            self._check_responses(state.openai_serving_responses)
         generate = engine.generate
 
         @functools.wraps(generate)
         def checked(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
             self.check(sampling_params)
+            check_integers(kwargs)
             results: AsyncIterator[Any] = generate(prompt, sampling_params, *args, **kwargs)
             return results
 
         engine.generate = checked
+
+
+def check_integers(values: SamplingParams | dict[str, Any]) -> None:
+    """Refuse integers that no message to the engine can hold.
+
+    Args:
+        values: sampling parameters, or other arguments of a request by name.
+
+    Raises:
+        RefusalError: names the argument.
+
+    """
+    try:
+        _ENCODER.encode(values)
+    except OverflowError:
+        pass
+    else:
+        return
+    named = values if isinstance(values, dict) else msgspec.structs.asdict(values)
+    for name, value in named.items():
+        try:
+            _ENCODER.encode(value)
+        except OverflowError:
+            raise RefusalError(
+                f"{name}: an integer has more than 64 bits: send a smaller one.", parameter=name
+            ) from None
 
 
 def _why_unbounded(vllm_config: Any) -> str | None:

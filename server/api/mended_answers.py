@@ -2,6 +2,7 @@
 
 - ``echo`` gives the prompt back, with ``return_token_ids`` as without; with ``max_tokens`` 0 nothing else.
 - A streamed response that its limit cut ends with ``response.incomplete``.
+- Answers of earlier turns in a response's input are read whole, or refused.
 - Beam search refuses what it does not look at; a prompt without room for an answer is told so.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from openai.types.responses import ResponseIncompleteEvent as OpenAIIncompleteEvent
+from openai.types.responses import ResponseOutputMessage, ResponseOutputText
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.exceptions import VLLMValidationError
 
@@ -77,12 +79,38 @@ def check_beam_search(request: Any) -> None:
         )
 
 
+def check_response_input(request: Any) -> None:
+    """Refuse answers of earlier turns that vLLM cannot read; it takes the first part of each for its text.
+
+    Several parts of text are joined into the first.
+
+    Raises:
+        RefusalError: says which one.
+
+    """
+    items = getattr(request, "input", None)
+    for number, item in enumerate(items if isinstance(items, list) else ()):
+        if not isinstance(item, ResponseOutputMessage):
+            continue
+        texts = [part.text for part in item.content if isinstance(part, ResponseOutputText)]
+        if not texts or len(texts) < len(item.content):
+            raise RefusalError(
+                f"input[{number}]: an answer of an earlier turn needs content of type output_text, and that "
+                "alone: send its text, or leave it out.",
+                parameter="input",
+            )
+        if len(texts) > 1:
+            item.content = [item.content[0].model_copy(update={"text": "".join(texts)})]
+
+
 def _guard(serving: Any, name: str) -> None:
     original: Callable[..., Awaitable[Any]] = getattr(serving, name)
 
     @functools.wraps(original)
     async def create(request: Any, *args: Any, **kwargs: Any) -> Any:
         check_beam_search(request)
+        if name == "create_responses":
+            check_response_input(request)
         try:
             return await original(request, *args, **kwargs)
         except (VLLMValidationError, ValueError) as error:

@@ -11,6 +11,8 @@ import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
 _INTERVAL = 0.05
+#: Seconds that killed processes have to be gone. One that waits for a device or a disk may not end at all.
+KILL_SECONDS = 10.0
 
 
 def end_descendants(seconds: float) -> None:
@@ -20,7 +22,8 @@ def end_descendants(seconds: float) -> None:
     just started.
 
     Args:
-        seconds: what they have to end by themselves.
+        seconds: what they have to end by themselves. :data:`KILL_SECONDS` later those that are left are named
+            on the standard error, and left.
 
     """
     if sys.platform == "linux":
@@ -31,6 +34,12 @@ def end_descendants(seconds: float) -> None:
         if not alive:
             return
         late = time.monotonic() >= deadline
+        if time.monotonic() >= deadline + KILL_SECONDS:
+            left = ", ".join(str(child.pid) for child in alive)
+            print(
+                f"nwor-server: these processes do not end though killed: {left}", file=sys.stderr, flush=True
+            )
+            return
         for child in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if late:

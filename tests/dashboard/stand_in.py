@@ -40,6 +40,7 @@ class Metrics:
         speculation: bool = True,
         nwor: bool = True,
         statistics: bool = True,
+        choice: bool = False,
     ) -> None:
         self.registry = CollectorRegistry()
         self.engines = engines
@@ -65,6 +66,21 @@ class Metrics:
             self._gauge("nwor_staging_held_bytes")
             self._gauge("nwor_mode", "mode")
             self.set_mode("stage")
+        if choice:
+            self._counter("nwor_draft_steps", "draft_tokens")
+            for name in ("draft_tokens_chosen", "draft_tokens_auto", "seconds_without_drafts"):
+                self._gauge(f"nwor_{name}")
+            self._gauge("nwor_draft_acceptance_estimate", "position")
+            self.choose(4, [0.73, 0.52, 0.35, 0.2])
+
+    def choose(self, drafts: int, estimate: list[float], auto: bool = True, without: float = 0.0) -> None:
+        """Show that draft tokens were chosen, and by which estimate."""
+        self.set("nwor_draft_tokens_chosen", drafts)
+        self.set("nwor_draft_tokens_auto", auto)
+        self.set("nwor_seconds_without_drafts", without)
+        for position, chance in enumerate(estimate):
+            self.set("nwor_draft_acceptance_estimate", chance, str(position))
+        self.inc("nwor_draft_steps", 10, str(drafts))
 
     def _counter(self, name: str, *labels: str) -> None:
         self.counters[name] = Counter(name, ".", ("engine", "model_name", *labels), registry=self.registry)
@@ -127,23 +143,27 @@ class Worker(NworWorkerMixin):
 
 
 class Engine:
-    """Two ranks, behind the one call that the admin routes make."""
+    """One engine of two ranks, behind the one call that the admin routes make."""
 
     def __init__(self, on_mode: Any) -> None:
-        settings = {"mode": "stage", "modes": ["off", "stage"]}
+        settings = {"mode": "stage", "modes": ["off", "stage"], "draft_tokens": "auto:0-6"}
         self.vllm_config = SimpleNamespace(additional_config={"nwor": settings})
         self.errored = False
         self.on_mode = on_mode
         config = NworConfig.from_mapping(settings)
         self.ranks = [WorkerState(config, config.mode, steps=7) for _ in range(2)]
         self.workers = [Worker(rank, state) for rank, state in enumerate(self.ranks)]
+        self.engine_core = self
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def call_utility_all_async(
+        self, utility: str, method: str, timeout: float | None, args: tuple[Any, ...], kwargs: None
+    ) -> list[list[Any]]:
+        assert utility == "collective_rpc"
         if self.errored:
             raise EngineDeadError
         answers = [getattr(worker, method)(*args) for worker in self.workers]
         self.on_mode(self.ranks[0].mode.value)
-        return answers
+        return [answers]
 
 
 class StandIn:

@@ -108,6 +108,50 @@ def test_what_the_server_lacks_is_said_and_its_panels_are_gone(stand_in: StandIn
     assert page.is_visible("#chart-bytes")
 
 
+def test_a_choice_of_draft_tokens_is_shown_over_time(stand_in: StandIn, visit: Seen) -> None:
+    page = visit(stand_in.url).open()
+    assert not page.is_visible("#chart-drafts")
+    assert not page.is_visible("#chart-estimates")
+    stand_in.metrics = Metrics(choice=True)
+    wait(page, "#drafts-text", "4 now, chosen by the engine.")
+    assert page.is_visible("#chart-drafts")
+    assert page.locator("#chart-estimates .legend dt").all_inner_texts() == [
+        f"up to {position}" for position in (1, 2, 3, 4)
+    ]
+    wait(page, "#chart-estimates .legend", "73.0 %")
+    for _ in range(3):
+        stand_in.metrics.choose(2, [0.5, 0.25, 0.12, 0.06])
+        wait(page, "#drafts-text", "2 now")
+    wait(page, "#chart-estimates .legend", "25.0 %")
+    page.wait_for_function(
+        "() => /^2\\.0$/.test(document.querySelector('#chart-drafts .legend dd').textContent)", timeout=SOON
+    )
+    assert re.match(r"M[\d.]+ [\d.]+", drawn(page, "chart-drafts"))
+    stand_in.metrics.choose(0, [0.1, 0.0, 0.0, 0.0], auto=False, without=65.0)
+    wait(page, "#drafts-text", "0 now, fixed at present; none for 65 s.")
+
+
+def test_draft_tokens_are_set_with_the_key(stand_in: StandIn, visit: Seen) -> None:
+    stand_in.metrics = Metrics(choice=True)
+    page = visit(stand_in.url).open()
+    assert not page.is_visible("#lengths-form")
+    unlock(page)
+    wait(page, "#lengths-why", "In force: auto:0-6, started with auto:0-6.")
+    page.fill("#lengths", "auto:1-3")
+    page.click("#lengths-form button")
+    wait(page, "#admin-answer", "Draft tokens auto:0-6 → auto:1-3 at verify step 7, on 2 ranks.")
+    wait(page, "#lengths-why", "In force: auto:1-3")
+    wait(page, "#changes", "set draft tokens from auto:0-6 to auto:1-3")
+    assert [state.draft_tokens for state in stand_in.engine.ranks] == ["auto:1-3"] * 2
+    page.fill("#lengths", "7")
+    page.keyboard.press("Enter")
+    wait(page, "#admin-error", "Draft tokens 7 lie outside of auto:0-6")
+    page.fill("#lengths", "<many>")
+    page.keyboard.press("Enter")
+    wait(page, "#admin-error", "use auto, or bounds as auto:1-8")
+    assert [state.draft_tokens for state in stand_in.engine.ranks] == ["auto:1-3"] * 2
+
+
 def test_old_figures_are_marked_and_the_page_recovers_by_itself(stand_in: StandIn, visit: Seen) -> None:
     stand_in.metrics.add_windows(WINDOWS)
     page = visit(stand_in.url).open()

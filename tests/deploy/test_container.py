@@ -123,7 +123,9 @@ def test_the_context_is_what_is_named() -> None:
 
 
 def test_hadolint_finds_nothing() -> None:
-    hadolint = shutil.which("hadolint")
+    # Also where this Python's packages put it.
+    path = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
+    hadolint = shutil.which("hadolint", path=path)
     if hadolint is None:
         pytest.skip("hadolint is not installed")
     subprocess.run([hadolint, str(DOCKERFILE)], check=True)

@@ -11,17 +11,18 @@ from tests.engine.runner import VARIABLE
 from tests.server_process import ROOT
 
 
-def run_again(file: str, runner: str, program: str) -> None:
-    """Run a file of this folder, all of whose tests must pass.
+def run_again(files: str, runner: str, program: str) -> None:
+    """Run files of this folder in one process, all of whose tests must pass.
 
     Args:
-        file: its name.
+        files: their names, without "test_" and ".py", separated by blanks.
         runner: the model runner, as ``NWOR_TEST_RUNNER`` names it.
         program: the module that runs tests.
 
     """
+    paths = [f"tests/engine/test_{name}.py" for name in files.split()]
     run = subprocess.run(
-        [sys.executable, "-m", program, "-q", "-x", "-p", "no:cacheprovider", f"tests/engine/{file}"],
+        [sys.executable, "-m", program, "-q", "-x", "-p", "no:cacheprovider", "--durations=8", *paths],
         env={**os.environ, VARIABLE: runner},
         cwd=ROOT,
         capture_output=True,
@@ -31,3 +32,4 @@ def run_again(file: str, runner: str, program: str) -> None:
     )
     assert run.returncode == 0, run.stdout[-8000:]
     assert re.search(r"^\d+ passed", run.stdout, re.MULTILINE), run.stdout[-500:]
+    print(run.stdout[run.stdout.rfind("= slowest") :])

@@ -97,6 +97,10 @@ class CacheProbe(CopyWatch, Breaking):
                 stock.do_kv_cache_update(layer, key, value, expected, kept)
                 allowed.append(expected.view(torch.uint8))
             real = layer.kv_cache.view(torch.uint8)
+            # Eight bytes at a time; which bytes differ is looked up where some do.
+            words = real.view(torch.int64)
+            if any(torch.equal(expected.view(torch.int64), words) for expected in allowed):
+                continue
             wrong = torch.stack([expected != real for expected in allowed]).all(dim=0)
             if wrong.any() and len(probe["wrong"]) < 20:
                 probe["wrong"].append(f"step {probe['steps']}, {name}: {int(wrong.sum())} bytes differ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,15 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # All requests of a run are in the queue before its first step, so that every run is scheduled alike.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+#: Of engines whose cache is compared after each step: the smaller a block, the less there is to compare.
+PROBED: dict[str, Any] = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,
+    "block_size": 32,
+    "num_gpu_blocks_override": 96,
+    "worker_extension_cls": "tests.engine.cache_probe.CacheProbe",
 }
 
 
@@ -40,6 +50,8 @@ def start(**settings: Any) -> Any:
 
     from nwor.engine.plugin import register
 
+    # An engine that starts collects garbage seven times; vLLM's modules are none.
+    gc.freeze()
     if AHEAD:
         schedule_asynchronously()
     register()  # what vLLM does by itself where the package is installed

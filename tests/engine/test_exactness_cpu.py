@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import pipeline_runs
 from tests.engine import engines
 from tests.engine.runner import AHEAD, V2
 
@@ -20,8 +21,9 @@ pytestmark = pytest.mark.engine
 
 #: Less of everything where kernels are interpreted: sampling a token takes a hundred times as long.
 WINDOWS = [4] if AHEAD else [1, 4, 8]
-PROMPTS = 8 if V2 else 40 if AHEAD else 200
-NEW_TOKENS = 12 if V2 else 24
+#: No two are alike.
+PROMPTS = 8 if V2 else 48
+NEW_TOKENS = 9 if V2 else 24
 #: Our name and vLLM's for the same count.
 PAIRS = (
     ("windows", "num_drafts"),
@@ -34,13 +36,7 @@ PAIRS = (
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     """One engine for each window length; its modes are switched while it runs."""
     with engines.one_at_a_time() as make:
-        llm = make(
-            max_num_seqs=16,
-            max_num_batched_tokens=128,
-            num_gpu_blocks_override=96,
-            speculative_config=engines.eagle(request.param),
-            worker_extension_cls="tests.engine.cache_probe.CacheProbe",
-        )
+        llm = make(**engines.PROBED, speculative_config=engines.eagle(request.param))
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == AHEAD
         runner = "nwor.engine.model_runner.v2" if V2 else "nwor.engine.model_runner.v1"
         assert llm.collective_rpc("runner_module")[0].startswith(runner)
@@ -60,13 +56,14 @@ def _set_mode(llm: Any, mode: str) -> None:
         assert answer["new"] == mode
 
 
-def _run(llm: Any, mode: str, *, seeded: bool, batch: int) -> list[tuple[int, ...]]:
+def _run(llm: Any, mode: str, *, seeded: bool = False, batch: int = PROMPTS) -> list[tuple[int, ...]]:
+    """Return the tokens of all prompts; of half of them one at a time, which takes as long as all at once."""
     from vllm import SamplingParams
 
     _set_mode(llm, mode)
     # A prefix hit changes what the drafter sees, and with it the number of windows.
     assert llm.reset_prefix_cache()
-    prompts = _prompts()
+    prompts = _prompts()[: PROMPTS if batch > 1 else PROMPTS // 2]
     tokens: list[tuple[int, ...]] = []
     for start in range(0, len(prompts), batch):
         part = prompts[start : start + batch]
@@ -82,6 +79,12 @@ def _run(llm: Any, mode: str, *, seeded: bool, batch: int) -> list[tuple[int, ..
         outputs = llm.generate(part, params, use_tqdm=False)
         tokens.extend(tuple(output.outputs[0].token_ids) for output in outputs)
     return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Any) -> list[tuple[int, ...]]:
+    """The greedy tokens of mode `off`."""
+    return _run(engine, "off")
 
 
 def _mismatches(llm: Any) -> set[str]:
@@ -102,7 +105,7 @@ def test_same_tokens_and_acceptance_in_every_mode(engine: Any, seeded: bool) -> 
     for mode in ("off", "stage", "cow"):
         before = _counters(engine)
         own_before = engine.collective_rpc("nwor_report")[0]["counts"]
-        results[mode] = _run(engine, mode, seeded=seeded, batch=40)
+        results[mode] = _run(engine, mode, seeded=seeded)
         after = _counters(engine)
         own = engine.collective_rpc("nwor_report")[0]["counts"]
         counted[mode] = {name: after[name] - before[name] for name in after}
@@ -119,17 +122,15 @@ def test_same_tokens_and_acceptance_in_every_mode(engine: Any, seeded: bool) -> 
     assert counted["stage"] == counted["off"] == counted["cow"]
 
 
-def test_batch_size_does_not_matter(engine: Any) -> None:
-    assert (
-        _run(engine, "stage", seeded=False, batch=1)[:50] == _run(engine, "off", seeded=False, batch=64)[:50]
-    )
+def test_batch_size_does_not_matter(engine: Any, expected: list[tuple[int, ...]]) -> None:
+    assert _run(engine, "stage", batch=1) == expected[: PROMPTS // 2]
 
 
 @pytest.mark.parametrize("mode", ["off", "stage", "cow"])
 def test_whole_cache_after_every_step(engine: Any, mode: str) -> None:
     engine.collective_rpc("probe_start")
     try:
-        _run(engine, mode, seeded=False, batch=50)
+        _run(engine, mode)
     finally:
         seen = engine.collective_rpc("probe_stop")[0]
     assert seen["wrong"] == []
@@ -142,17 +143,24 @@ def test_whole_cache_after_every_step(engine: Any, mode: str) -> None:
 def test_prefix_hits_do_not_change_tokens(engine: Any) -> None:
     from vllm import SamplingParams
 
-    expected = _run(engine, "off", seeded=False, batch=64)
+    # Long enough for hits, of which vLLM leaves out the last block where an EAGLE head drafts.
+    prompts = [prompt * 4 for prompt in _prompts()[: PROMPTS // 4]]
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    for mode in ("stage", "cow", "stage"):
+    assert engine.reset_prefix_cache()
+    results, hits = [], []
+    for mode in ("off", "stage", "cow", "stage"):
         _set_mode(engine, mode)
-        outputs = engine.generate(_prompts(), params, use_tqdm=False)
-        assert [tuple(output.outputs[0].token_ids) for output in outputs] == expected
+        before = pipeline_runs.counter(engine, "vllm:prefix_cache_hits")
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        hits.append(pipeline_runs.counter(engine, "vllm:prefix_cache_hits") - before)
+        results.append([tuple(output.outputs[0].token_ids) for output in outputs])
+    assert results[1:] == results[:1] * 3
+    assert hits[0] < min(hits[1:])
 
 
 def test_savings_are_the_rejected_tokens(engine: Any) -> None:
     before = engine.collective_rpc("nwor_report")[0]
-    _run(engine, "stage", seeded=False, batch=64)
+    _run(engine, "stage")
     after = engine.collective_rpc("nwor_report")[0]
     delta = {
         name: after["counts"][name] - before["counts"][name] for name in ("rejected_tokens", "commit_bytes")
@@ -164,10 +172,12 @@ def test_savings_are_the_rejected_tokens(engine: Any) -> None:
     assert delta["rejected_tokens"] > 0
 
 
-def test_mode_switches_while_requests_run(engine: Any) -> None:
+def test_mode_switches_while_requests_run(engine: Any, expected: list[tuple[int, ...]]) -> None:
     from vllm import SamplingParams
 
-    expected = _run(engine, "off", seeded=False, batch=16)[:16]
+    expected = expected[:16]
+    _set_mode(engine, "off")
+    assert engine.reset_prefix_cache()
     core = engine.llm_engine
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     for index, prompt in enumerate(_prompts()[:16]):

@@ -21,8 +21,8 @@ from tests.engine.runner import V2
 pytestmark = pytest.mark.engine
 
 #: Less where kernels are interpreted. Not all prompts fit into a step, so that windows run beside chunks.
-PROMPTS = 8 if V2 else 20
-NEW_TOKENS = 12 if V2 else 24
+PROMPTS = 6 if V2 else 20
+NEW_TOKENS = 9 if V2 else 24
 
 #: The mode, what raises, and in which of the steps with windows.
 FAULTS = [
@@ -56,12 +56,7 @@ COMMITTED = ("after commit", "timing")
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
     with engines.one_at_a_time() as make:
-        yield make(
-            max_num_seqs=16,
-            max_num_batched_tokens=128,
-            num_gpu_blocks_override=96,
-            worker_extension_cls="tests.engine.cache_probe.CacheProbe",
-        )
+        yield make(**engines.PROBED)
 
 
 def _run(llm: Any, prompts: int = PROMPTS) -> list[tuple[int, ...]]:

@@ -29,7 +29,7 @@ PROMPTS = [
     for i, body in enumerate(["return a + b", "for i in a:\n        b += i", "raise ValueError(a)"] * 4)
 ][: 4 if V2 else 12]
 #: Fewer where kernels are interpreted: sampling a token takes a hundred times as long.
-NEW_TOKENS = 12 if V2 else 24
+NEW_TOKENS = 9 if V2 else 24
 #: Small, so that generated tokens fill blocks of the prefix cache.
 BLOCK_SIZE = 32
 SMALL: dict[str, Any] = {

@@ -20,7 +20,7 @@ from tests.engine.runner import V2
 pytestmark = pytest.mark.engine
 
 #: Fewer where kernels are interpreted: sampling a token takes a hundred times as long.
-PROMPTS, NEW_TOKENS = (8, 12) if V2 else (16, 24)
+PROMPTS, NEW_TOKENS = (8, 9) if V2 else (16, 24)
 #: Windows of all requests are fewer; windows beside a chunk of a prompt are more.
 FEW_ROWS = 45
 
@@ -29,12 +29,7 @@ FEW_ROWS = 45
 def engine() -> Iterator[Any]:
     """One engine; the modes and the limit are switched while it runs."""
     with engines.one_at_a_time() as make:
-        yield make(
-            max_num_seqs=8,
-            max_num_batched_tokens=128,
-            num_gpu_blocks_override=64,
-            worker_extension_cls="tests.engine.cache_probe.CacheProbe",
-        )
+        yield make(**engines.PROBED | {"max_num_seqs": 8})
 
 
 @pytest.fixture(autouse=True)

@@ -16,20 +16,24 @@ import pytest
 
 from nwor.config import DraftBounds
 from nwor.engine.draft_lengths.request_bounds import AVERAGED, MAX_DRAFT_TOKENS
+from server.options import CPU_SAMPLING
 from tests.engine import engines
 from tests.engine.runner import AHEAD, V2
 
 pytestmark = pytest.mark.engine
 
 DRAFTS = 4
-REQUESTS = 12 if V2 else 24
-NEW_TOKENS = 12 if V2 else 32
+REQUESTS = 6 if V2 else 12
+NEW_TOKENS = 12 if V2 else 24
 BOUNDS = (None, 0, 1, None, 2, 9)
-#: What the tests do not look at, and what would part batches of the engines that are compared.
+#: Prefix hits change what the drafter sees, and so seeded requests' tokens. Stock vLLM on a CPU takes the
+#: temperature of verify steps from memory that nobody has set.
 COMMON = {
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 128,
+    "max_num_seqs": 5 if V2 else 8,
+    "max_num_batched_tokens": 96,
     "num_gpu_blocks_override": 96,
+    "enable_prefix_caching": False,
+    "worker_extension_cls": CPU_SAMPLING,
     "per_request_spec_decode_metrics": "summary",
 }
 
@@ -55,7 +59,6 @@ def _bound(number: int) -> int | None:
 def _run(llm: Any, *, seeded: bool, bounded: bool) -> list[Any]:
     from vllm import SamplingParams
 
-    assert llm.reset_prefix_cache()
     params = []
     for number in range(REQUESTS):
         bound = _bound(number) if bounded else None
@@ -80,7 +83,8 @@ def expected(make: Any) -> dict[bool, list[tuple[int, ...]]]:
     """Tokens of an engine without speculation, by whether they were sampled."""
     # Every prompt takes one step: stock vLLM does not live through a seeded one that takes several.
     settings = {**COMMON, "per_request_spec_decode_metrics": "none", "max_num_batched_tokens": 2048}
-    llm = make(**settings, speculative_config=None, additional_config={})
+    # With NWOR's attention backend, which vLLM looks up once a process; nothing can be staged.
+    llm = make(**settings, speculative_config=None)
     return {seeded: _tokens(_run(llm, seeded=seeded, bounded=False)) for seeded in (False, True)}
 
 
@@ -90,7 +94,7 @@ def test_mixed_bounds_change_no_token(make: Any, expected: Any, mode: str, seede
     llm = make(**COMMON, speculative_config=engines.eagle(DRAFTS))
     for answer in llm.collective_rpc("nwor_set_mode", args=(mode,)):
         assert answer["new"] == mode
-    unbounded = _tokens(_run(llm, seeded=seeded, bounded=False))
+    unbounded = _tokens(_run(llm, seeded=seeded, bounded=False)) if seeded else expected[seeded]
     llm.collective_rpc("nwor_reset_stats")
     outputs = _run(llm, seeded=seeded, bounded=True)
     tokens = _tokens(outputs)
@@ -140,7 +144,7 @@ def _check_figures(llm: Any, outputs: list[Any], mode: str) -> None:
 
 @pytest.mark.skipif(V2, reason="takes too many steps where kernels are interpreted")
 def test_drafts_that_are_hardly_ever_accepted_stop_by_themselves(make: Any) -> None:
-    """At a high temperature hardly any draft is accepted; the greedy requests beside them go on as before."""
+    """Hot sampling among rare tokens, of which the drafter knows nothing, leaves drafts without a chance."""
     from vllm import SamplingParams
 
     bounds = DraftBounds(0, DRAFTS)
@@ -150,22 +154,23 @@ def test_drafts_that_are_hardly_ever_accepted_stop_by_themselves(make: Any) -> N
         speculative_config={**engines.eagle(DRAFTS), "num_speculative_tokens_per_batch_size": lengths},
         additional_config={"nwor": {"mode": "stage", "draft_tokens": str(bounds)}},
     )
-    wild = SamplingParams(temperature=50.0, seed=1, max_tokens=200, ignore_eos=True)
+    rare = list(range(2000, 4000))
+    hot = SamplingParams(temperature=2.0, seed=1, allowed_token_ids=rare, max_tokens=200, ignore_eos=True)
     tame = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    prompts = _prompts()[:8]
+    prompts = _prompts()[:4]
     alone = _tokens([output.outputs[0] for output in llm.generate(prompts, tame, use_tqdm=False)])
-    assert llm.reset_prefix_cache()
     outputs = [
         output.outputs[0]
-        for output in llm.generate(prompts + prompts[:4], [tame] * 8 + [wild] * 4, use_tqdm=False)
+        for output in llm.generate(prompts + prompts[:2], [tame] * 4 + [hot] * 2, use_tqdm=False)
     ]
-    assert _tokens(outputs[:8]) == alone
-    for output in outputs[:8]:
+    assert _tokens(outputs[:4]) == alone
+    for output in outputs[:4]:
         assert output.spec_decode_metrics.nwor_why_bounded == ""
         assert output.spec_decode_metrics.nwor_max_draft_tokens is None
-    for output in outputs[8:]:
+    for output in outputs[4:]:
         figures = output.spec_decode_metrics
         windows = sum(figures.nwor.values())
+        assert set(output.token_ids) <= set(rare)
         assert figures.nwor_why_bounded == "rarely accepted"
         assert figures.nwor_max_draft_tokens == 0
         assert figures.nwor_steps_without_drafts > 0

@@ -13,14 +13,5 @@ from tests.engine.runner import AHEAD
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(AHEAD, reason="runs only beside plain V1")]
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "test_exactness_cpu.py",
-        "test_faults_cpu.py",
-        "test_switches_cpu.py",
-        "test_mixed_steps_cpu.py",
-    ],
-)
-def test_on_model_runner_v1_with_steps_ahead(file: str) -> None:
-    run_again(file, "v1-ahead", "pytest")
+def test_on_model_runner_v1_with_steps_ahead() -> None:
+    run_again("exactness_cpu faults_cpu switches_cpu mixed_steps_cpu", "v1-ahead", "pytest")

@@ -36,12 +36,7 @@ assert len(set(pairwise([*WALK, WALK[0]]))) == 6
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
     with engines.one_at_a_time() as make:
-        yield make(
-            max_num_seqs=8,
-            max_num_batched_tokens=ROWS,
-            num_gpu_blocks_override=96,
-            worker_extension_cls="tests.engine.cache_probe.CacheProbe",
-        )
+        yield make(**engines.PROBED | {"max_num_seqs": 8, "max_num_batched_tokens": ROWS})
 
 
 @dataclass

@@ -39,10 +39,7 @@ def engine() -> Iterator[Any]:
         yield make(
             tensor_parallel_size=RANKS,
             distributed_executor_backend="mp",
-            max_num_seqs=16,
-            max_num_batched_tokens=128,
-            num_gpu_blocks_override=96,
-            worker_extension_cls="tests.engine.cache_probe.CacheProbe",
+            **engines.PROBED,
         )
 
 

@@ -10,8 +10,10 @@ import importlib.metadata
 import os
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP = "vllm.general_plugins"
@@ -41,11 +43,30 @@ def provide(folder: Path, patch: pytest.MonkeyPatch) -> bool:
         Whether that was needed.
 
     """
-    known = any(point.name == "nwor" for point in importlib.metadata.entry_points(group=GROUP))
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    if not known:
+    needed = not _are_known()
+    if needed:
         write(folder)
         patch.syspath_prepend(str(folder))
-        paths.insert(0, str(folder))
-    patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    return not known
+    patch.setenv("PYTHONPATH", _python_path(folder if needed else None))
+    return needed
+
+
+def provide_to_children(folder: Path) -> None:
+    """Provide the plugins to the processes that this one starts from now on.
+
+    Args:
+        folder: does not exist yet; stays as long as they run.
+
+    """
+    needed = not _are_known()
+    if needed:
+        write(folder)
+    os.environ["PYTHONPATH"] = _python_path(folder if needed else None)
+
+
+def _are_known() -> bool:
+    return any(point.name == "nwor" for point in importlib.metadata.entry_points(group=GROUP))
+
+
+def _python_path(folder: Path | None) -> str:
+    return os.pathsep.join(filter(None, [folder and str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))

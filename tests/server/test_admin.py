@@ -56,6 +56,16 @@ def test_report_of_the_running_engine(server: ServerProcess) -> None:
     assert all("CUDA" in why for why in paths["fast_sampling"]["inactive"].values())
 
 
+def test_draft_tokens_of_a_server_with_a_fixed_number(server: ServerProcess) -> None:
+    lengths = admin(server, "GET").json()["draft_tokens"]
+    assert (lengths["setting"], lengths["started_with"], lengths["can_change"]) == ("4", "4", False)
+    answer = admin(server, "PUT", "/draft-tokens", json={"draft_tokens": "auto"})
+    assert answer.status_code == 409
+    assert "--num-speculative-tokens auto" in answer.json()["error"]["message"]
+    user = {"Authorization": f"Bearer {API_KEYS[0]}"}
+    assert admin(server, "PUT", "/draft-tokens", headers=user, json={"draft_tokens": 1}).status_code == 401
+
+
 def test_switching_there_and_back(server: ServerProcess) -> None:
     old = admin(server, "GET").json()["mode"]
     for mode in ("off", "cow", "cow", old):

@@ -217,6 +217,28 @@ def test_a_streamed_response_ends_with_what_happened(http: httpx.Client, limit: 
     assert (last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}) == cut
 
 
+def earlier_answer(*texts: str) -> dict[str, Any]:
+    parts = [{"type": "output_text", "text": text, "annotations": []} for text in texts]
+    return {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": parts}
+
+
+def test_earlier_answers_in_a_response(http: httpx.Client) -> None:
+    def ask(answer: dict[str, Any]) -> httpx.Response:
+        question = {"role": "user", "content": "Write hello world."}
+        body = {"model": DEMO_MODEL, "input": [question, answer, question], "max_output_tokens": 2}
+        return http.post("/v1/responses", json=body)
+
+    check_error(ask(earlier_answer()), 400, "input[1]", "output_text", param="input")
+    refusal = {**earlier_answer(), "content": [{"type": "refusal", "refusal": "no"}]}
+    check_error(ask(refusal), 400, "input[1]", "output_text", param="input")
+    in_parts, in_one = ask(earlier_answer("print(", "1)")).json(), ask(earlier_answer("print(1)")).json()
+    assert in_parts["usage"]["input_tokens"] == in_one["usage"]["input_tokens"]
+
+
+def test_integers_that_no_message_holds(http: httpx.Client) -> None:
+    check_error(post(http, stream_interval=2**70), 400, "64 bits", param="stream_interval")
+
+
 def test_tokens_past_a_stop_string_are_not_counted(http: httpx.Client, server: ServerProcess) -> None:
     name = "vllm:generation_tokens_total"
     before, charged = server.total(name), 0
@@ -243,6 +265,23 @@ def test_clients_that_leave_are_counted_as_aborts(http: httpx.Client, server: Se
     wait_until(lambda: aborted() == before + 3, 20, "three sequences are counted")
     sums = server.metric("vllm:request_queue_time_seconds_sum").values()
     assert all(value >= 0 for value in sums)
+
+
+def test_a_seeded_prompt_of_one_token_beside_others(http: httpx.Client, server: ServerProcess) -> None:
+    """vLLM draws its first token with other random numbers when it does not start alone."""
+    [token] = tokens_of(http, "x")
+
+    def answers() -> list[list[int]]:
+        settings = {"prompt": [token], "temperature": 1.5, "max_tokens": 4, "ignore_eos": True}
+        return [complete(http, **settings, seed=seed)["token_ids"] for seed in range(8)]
+
+    alone = answers()
+    body = {"model": DEMO_MODEL, "prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with server.client() as other, other.stream("POST", "/v1/completions", json=body) as running:
+        next(running.iter_lines())
+        assert answers() == alone
+        assert server.total("vllm:num_requests_running") == 1
+    assert len({tuple(answer) for answer in alone}) > 4
 
 
 @pytest.mark.parametrize("prompt", ["import os", [5, 6, 300, 301]])

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.sampling_params import SamplingParams
 
 pytest.importorskip("vllm")
 
-from vllm.sampling_params import SamplingParams
 
 from nwor.engine.patches import SCHEDULER
-from server.api.admission import Admission, check_grammar
+from server.api.admission import Admission, check_grammar, check_integers
 from server.api.refusals import RefusalError
 from server.options import DEFAULT_MAX_GRAMMAR, REPORTING_SCHEDULER
 
@@ -46,6 +46,21 @@ def test_a_long_chain_takes_no_time() -> None:
     began = time.monotonic()
     check(chain(3900, {"type": "string"}))
     assert time.monotonic() - began < 1
+
+
+def test_integers_that_no_message_holds() -> None:
+    params = SamplingParams(stream_interval=2**64)
+    with pytest.raises(RefusalError, match="stream_interval: an integer has more than 64 bits") as caught:
+        check_integers(params)
+    assert caught.value.parameter == "stream_interval"
+    for value in (2**64, -(2**63) - 1):
+        with pytest.raises(RefusalError, match="deep"):
+            check_integers({"priority": 0, "deep": {"list": [1, value]}})
+
+
+def test_integers_that_a_message_holds() -> None:
+    check_integers(SamplingParams(stream_interval=2**64 - 1, seed=-(2**63), stop_token_ids=[5]))
+    check_integers({"priority": -(2**63), "trace_headers": None, "other": object()})
 
 
 def admission(**changes: Any) -> Admission:

@@ -80,8 +80,10 @@ def test_the_choice_follows_the_target(monkeypatch: pytest.MonkeyPatch, manager:
     assert choose(monkeypatch, manager, PIECES, None, 32) is PIECES
     assert choose(monkeypatch, manager, PIECES, target, 24) is PIECES
     assert choose(monkeypatch, manager, PIECES, adapters, adapters.num_tokens) is PIECES
-    assert choose(monkeypatch, manager, UNIFORM, target, 32) is UNIFORM
+    assert choose(monkeypatch, manager, UNIFORM, None, 32) is UNIFORM
     assert not manager.run_fullgraph(UNIFORM)[2]
+    # Where the number of drafts is chosen, the target of a step of windows alone runs in such a graph too.
+    assert choose(monkeypatch, manager, UNIFORM, target, 32) is target
     assert set(manager.graphs) == {UNIFORM}
 
 

@@ -38,6 +38,7 @@ class Engine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, most_kept: int) -> None:
         monkeypatch.setattr(mixed_graphs, "MOST_KEPT_ROWS", most_kept)
         monkeypatch.setattr(mixed_graphs, "weak_sources", dict)
+        monkeypatch.setattr(mixed_graphs, "STEPS", ((1 << 30, 16),))
         self.toy = ToyLayers()
         self.window_manager = self.toy.window_manager
         self.slots, self.starts = SLOTS.clone(), STARTS.clone()
@@ -47,11 +48,20 @@ class Engine:
         self.mixed.capture(self.descs, self.slots, self.starts, self._run)
 
     def _run(self, wrap: Any) -> dict[Any, Any]:
+        return self._captured(wrap, self.passes)
+
+    def _captured(self, wrap: Any, passes: dict[Any, Any]) -> dict[Any, Any]:
         for desc in self.descs:
             for warmup in (True, False):
-                self.passes[desc] = wrap(desc, lambda _: self.toy.forward_split(), warmup)
-                self.passes[desc](CUDAGraphMode.NONE)
+                passes[desc] = wrap(desc, lambda _: self.toy.forward_split(), warmup)
+                passes[desc](CUDAGraphMode.NONE)
         return dict.fromkeys(self.descs)
+
+    def capture_windows(self) -> dict[Any, Any]:
+        """Capture graphs of windows alone too, and return their passes."""
+        passes: dict[Any, Any] = {}
+        self.mixed.capture_windows(self.slots, self.starts, lambda wrap: self._captured(wrap, passes))
+        return passes
 
     def step(self, early: bool = False) -> Any:
         """Begin a step, choose its graph and replay it."""
@@ -189,20 +199,62 @@ def test_pieces_of_larger_steps_are_not_served(engine: Engine) -> None:
     assert not engine.mixed.serves(1)
 
 
+WINDOWS = torch.tensor([0, 3, 4, 8, 8, 8, 8], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_of_windows_alone_runs_in_a_graph_that_writes_nothing(engine: Engine, early: bool) -> None:
+    passes = engine.capture_windows()
+    engine.starts.copy_(WINDOWS)
+    desc = engine.mixed.choose(3, 8, 0)
+    assert desc is not None
+    copies = engine.mixed.copies(desc)
+    plan = engine.window_manager.plan_step("abc", [3, 1, 4], [2, 0, 3], early=early, graph_copies=copies)
+    engine.window_manager.begin(plan, engine.starts, engine.slots)
+    graphs = engine.mixed.prepare(desc)
+    # Rows that others of the step read have to be written by the pass.
+    assert (graphs is engine.mixed.window_graphs) == (not early)
+    if early:
+        return
+    assert engine.mixed._window_sources[desc] is not engine.mixed._sources[desc]
+    left = engine.mixed._window_sources[desc].sources
+    passes[desc](CUDAGraphMode.NONE)
+    if not copies:
+        for name, (key, value) in left.items():
+            key.copy_(engine.toy.made[name])
+            value.copy_(-engine.toy.made[name])
+    rows = SLOTS[0, :8]
+    assert engine.toy.written(rows) == []
+    engine.window_manager.finish(torch.tensor([1, 0, 2], dtype=torch.int32))
+    assert engine.toy.written(rows) == [0, 1, 3, 4, 5]
+    assert engine.window_manager.state.report()["mixed_graphs"]["steps"] == 0
+
+
+def test_a_step_with_other_rows_does_not_take_a_graph_of_windows_alone(engine: Engine) -> None:
+    engine.capture_windows()
+    desc = engine.mixed.choose(3, ROWS, 0)
+    plan = engine.window_manager.plan_step(
+        "abc", [3, 1, 7], [2, 0, 0], graph_copies=engine.mixed.copies(desc)
+    )
+    engine.window_manager.begin(plan, engine.starts, engine.slots)
+    assert engine.mixed.prepare(desc) is engine.mixed.graphs
+
+
 def test_sizes_grow_with_the_rows_and_end_at_the_limit() -> None:
     sizes = graph_sizes(2048)
-    assert sizes[:9] == [16, 32, 48, 64, 80, 96, 112, 128, 160]
+    assert sizes[:5] == [8, 16, 24, 32, 40]
     assert sizes[-3:] == [1920, 1984, 2048]
-    # No step above 256 rows is padded by more than a tile.
+    # Steps of up to 512 rows are padded no further than in vLLM's own graphs.
+    assert all(b - a <= (8 if b <= 256 else 16) for a, b in itertools.pairwise(sizes) if b <= 512)
     assert max(b - a for a, b in itertools.pairwise(sizes)) == 64
     assert sizes == sorted(set(sizes))
     assert graph_sizes(600) == [size for size in sizes if size <= 600]
-    assert graph_sizes(15) == []
-    assert [desc.num_reqs for desc in descriptors(64, 40, [0, 1])] == [40] * 4 + [32, 32, 16, 16]
+    assert graph_sizes(7) == []
+    assert [desc.num_reqs for desc in descriptors(32, 20, [0, 1])] == [20] * 4 + [16, 16, 8, 8]
 
 
 def test_partial_results_take_no_more_memory_where_rows_are_many() -> None:
-    assert [splits_for(rows) for rows in (1, 128, 512, 1024, 4096, 8192)] == [32, 32, 8, 4, 1, 1]
+    assert [splits_for(rows) for rows in (1, 32, 128, 512, 1024, 4096)] == [32, 32, 8, 2, 1, 1]
     assert all(rows * splits_for(rows) <= max(rows, MOST_SPLIT_ROWS) for rows in graph_sizes(8192))
 
 

@@ -50,7 +50,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = object.__new__(NworGPUModelRunnerV2)
     made.vllm_config = SimpleNamespace(compilation_config="settings")
     made.model_config = SimpleNamespace(dtype=torch.bfloat16)
-    config = SimpleNamespace(modes=(Mode.OFF, Mode.STAGE), mixed_graph_rows=0)
+    config = SimpleNamespace(modes=(Mode.OFF, Mode.STAGE), mixed_graph_rows=0, draft_tokens=None)
     made.nwor = SimpleNamespace(state=SimpleNamespace(config=config), longest_window=5, most_window_rows=640)
     made.cudagraph_manager = SimpleNamespace(
         _capture_descs={CUDAGraphMode.FULL: FULL, CUDAGraphMode.PIECEWISE: [_desc(40, 8, 5)]},
@@ -89,7 +89,7 @@ def test_what_graphs_of_mixed_steps_keep_comes_on_top(
     monkeypatch.setattr(runner, "_nwor_mixed_descs", lambda: [_desc(size, size, None) for size in sizes])
     kept = max(40, *(size for size in sizes if size <= 512))
     aside = min(640, sizes[0]) if sizes[0] > 512 else 0
-    kv_bytes, partial = 2 * 2 * 2 * 64 * 2, 4096 * 4 * 64 * 4
+    kv_bytes, partial = 2 * 2 * 2 * 64 * 2, 1024 * 4 * 64 * 4
     expected = OWN + 3 * 3 * MIB + kept * ROW_BYTES + aside * kv_bytes + partial
     assert runner.profile_cudagraph_memory() == expected
 

@@ -68,6 +68,8 @@ class ToyLayers:
             key = self.made[layer.name] = torch.randn(split.num_tokens, HEADS, SIZE)
             split.fork()
             split.keep(layer.name, key, -key)
+            if split.windows_only:
+                continue
             layer.direct_write(key, -key, split.slots[layer.name])
             split.join()
         return torch.zeros(split.num_tokens)

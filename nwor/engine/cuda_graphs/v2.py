@@ -292,7 +292,7 @@ class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
         desc = super().dispatch(
             num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches
         )
-        # Where lengths are chosen, windows of all lengths run in the same graphs, steps without drafts in vLLM's.
+        # Where lengths are chosen, windows of all lengths run in the same graphs; vLLM's serve steps of none.
         own = desc.uniform_token_count is None or (self._chooses_drafts and uniform_token_count != 1)
         if not own or not self.mixed.graphs:
             return desc

@@ -1,13 +1,14 @@
 """Structured outputs: an exception in one request's grammar stays with that request.
 
-And no control token is sampled inside a grammar's strings. To a grammar a token is its text, so that
-``<|user|>`` matches whatever takes any character. Structural tags, which name such tokens on purpose, may
-have them.
+Compiling has a limit of time, which :mod:`nwor.engine.request_isolation.grammar_limit` sets. And no control
+token is sampled inside a grammar's strings. To a grammar a token is its text, so that ``<|user|>`` matches
+whatever takes any character. Structural tags, which name such tokens on purpose, may have them.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+
+from nwor.config import NworConfig
+from nwor.engine.request_isolation.grammar_limit import LimitedCompiler, limit
 
 logger = logging.getLogger("vllm.nwor.grammars")
 
@@ -30,6 +34,10 @@ class GuardedGrammars(StructuredOutputManager):
     _nwor_failed: dict[str, Exception]
     #: Control tokens that end no text.
     _nwor_control: frozenset[int]
+    #: Seconds that compiling a grammar may take; 0 has no limit.
+    _nwor_seconds: int
+    #: Held by the thread that sets the limit up.
+    _nwor_lock: threading.Lock
 
     @property
     def has_failed(self) -> bool:
@@ -40,6 +48,20 @@ class GuardedGrammars(StructuredOutputManager):
         """Return the errors since this was last called, by request."""
         failed, self._nwor_failed = self._nwor_failed, {}
         return failed
+
+    def _create_grammar(self, request: Any) -> Any:
+        if self._nwor_seconds:
+            with self._nwor_lock:
+                limit(self.backend, self._nwor_seconds, self.executor._max_workers)
+            if isinstance(compiler := getattr(self.backend, "compiler", None), LimitedCompiler):
+                compiler.prepare()
+        return super()._create_grammar(request)
+
+    def clear_backend(self) -> None:
+        """End compiling, and release the backend."""
+        if isinstance(compiler := getattr(self.backend, "compiler", None), LimitedCompiler):
+            compiler.close()
+        super().clear_backend()
 
     def grammar_bitmask(
         self, requests: Any, structured_output_request_ids: list[str], scheduled_spec_decode_tokens: Any
@@ -104,6 +126,9 @@ def guard(manager: Any) -> GuardedGrammars | None:
     guarded: GuardedGrammars = manager
     guarded._nwor_failed = {}
     guarded._nwor_control = frozenset()
+    config = NworConfig.from_additional_config(manager.vllm_config.additional_config)
+    guarded._nwor_seconds = config.grammar_seconds if config is not None else 0
+    guarded._nwor_lock = threading.Lock()
     if not manager.vllm_config.model_config.skip_tokenizer_init:
         guarded._nwor_control = _control_tokens(manager)
     return guarded

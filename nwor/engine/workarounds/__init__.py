@@ -1,1 +1,1 @@
-"""Faults of vLLM's mended, with and without NWOR: LoRA adapters, seeded requests on a CPU."""
+"""Faults of vLLM's mended, with and without NWOR: LoRA adapters, seeded requests."""

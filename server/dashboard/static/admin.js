@@ -34,6 +34,11 @@ export class Admin {
       event.preventDefault();
       this.#unlock();
     });
+    this.lengths = document.getElementById("lengths-form");
+    this.lengths.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#setLengths();
+    });
     for (const button of this.buttons)
       button.addEventListener("click", () => this.#switch(button.dataset.mode));
     document.getElementById("forget").addEventListener("click", () => {
@@ -89,6 +94,22 @@ export class Admin {
     this.buttons.find((button) => button.dataset.mode === mode)?.focus();
   }
 
+  async #setLengths() {
+    const input = document.getElementById("lengths");
+    const wanted = input.value.trim();
+    if (this.#busy || this.#key === null || wanted === "") return;
+    await this.#work(`Setting draft tokens to ${wanted}…`, async () => {
+      const path = "admin/nwor/draft-tokens";
+      const { old, new: now, step, ranks } = await ask("PUT", this.#key, { draft_tokens: wanted }, path);
+      this.#report = await ask("GET", this.#key);
+      const where = `on ${ranks} rank${ranks === 1 ? "" : "s"}`;
+      this.#say(`Draft tokens ${old} → ${now} at verify step ${step}, ${where}.`);
+      input.value = "";
+      this.onSwitched();
+    });
+    input.focus();
+  }
+
   /** Do one thing at a time; say what is going on, and what went wrong. */
   async #work(words, work) {
     this.#busy = true;
@@ -139,6 +160,16 @@ export class Admin {
     this.form.querySelector("button").disabled = this.#busy;
     document.getElementById("ranks").hidden = !unlocked;
     if (unlocked) this.#renderReport(this.#report);
+    this.#renderLengths(this.#report?.draft_tokens);
+  }
+
+  #renderLengths(lengths) {
+    this.lengths.hidden = !lengths?.can_change;
+    if (!lengths) return;
+    this.lengths.querySelector("button").disabled = this.#busy || !this.#reachable;
+    const why = lengths.engines.map(({ why: words }) => words)[0];
+    document.getElementById("lengths-why").textContent =
+      `In force: ${lengths.setting}, started with ${lengths.started_with}.${why ? ` When it was unlocked or changed last: ${why}.` : ""}`;
   }
 
   #renderReport({ enabled, ranks = [], ranks_agree: agree = true, changes = [] }) {
@@ -176,7 +207,7 @@ export class Admin {
 }
 
 /** Call the admin API; throw {@link Refused} with the server's own words where it refuses. */
-async function ask(method, key, body) {
+async function ask(method, key, body, path = "admin/nwor") {
   let headers;
   try {
     headers = new Headers({ Authorization: `Bearer ${key}`, "Content-Type": "application/json" });
@@ -185,7 +216,7 @@ async function ask(method, key, body) {
   }
   let answer;
   try {
-    answer = await fetch("admin/nwor", {
+    answer = await fetch(path, {
       method,
       headers,
       body: body && JSON.stringify(body),
@@ -205,5 +236,5 @@ async function ask(method, key, body) {
   }
   if (answer.ok && content !== null) return content;
   const words = content?.error?.message;
-  throw new Refused(answer.status, words ?? `The server answered ${answer.status} to ${method} /admin/nwor.`);
+  throw new Refused(answer.status, words ?? `The server answered ${answer.status} to ${method} /${path}.`);
 }

@@ -11,6 +11,7 @@ const COUNTERS = {
   nwor_kv_write_bytes_total: (labels) => `bytes.${labels.path}`,
   nwor_kv_write_bytes_baseline_total: () => "baseline",
   nwor_direct_windows_total: (labels) => `direct.${labels.reason}`,
+  nwor_draft_steps_total: (labels) => `steps.${labels.draft_tokens}`,
   nwor_accounting_mismatches_total: (labels) => `mismatch.${labels.figure}`,
 };
 
@@ -41,6 +42,9 @@ export function read(samples) {
   }
   const caches = of("vllm:kv_cache_usage_perc");
   const held = of("nwor_staging_held_bytes");
+  const mean = (found) => (found.length ? found.reduce((all, s) => all + s.value, 0) / found.length : null);
+  const estimates = of("nwor_draft_acceptance_estimate");
+  const positions = 1 + Math.max(-1, ...estimates.map((s) => Number(s.labels.position)));
   const modes = new Set(
     of("nwor_mode")
       .filter((s) => s.value === 1)
@@ -50,6 +54,7 @@ export function read(samples) {
     hasStatistics: samples.has("vllm:num_requests_running"),
     hasSpeculation: samples.has("vllm:spec_decode_num_drafts_total"),
     hasNwor: samples.has("nwor_mode"),
+    hasChoice: samples.has("nwor_draft_steps_total"),
     models: [...new Set(of("vllm:num_requests_running").map((s) => s.labels.model_name))],
     engines: of("vllm:num_requests_running").length,
     started: of("process_start_time_seconds")[0]?.value ?? null,
@@ -57,6 +62,13 @@ export function read(samples) {
     running: sum("vllm:num_requests_running"),
     waiting: sum("vllm:num_requests_waiting"),
     cacheUse: caches.length ? sum("vllm:kv_cache_usage_perc") / caches.length : null,
+    // Where the engine chooses its draft tokens: what is chosen, whether by itself, and what it expects.
+    chosen: mean(of("nwor_draft_tokens_chosen")),
+    auto: of("nwor_draft_tokens_auto").some((s) => s.value === 1),
+    without: Math.max(0, ...of("nwor_seconds_without_drafts").map((s) => s.value)),
+    estimates: Array.from({ length: positions }, (_, position) =>
+      mean(estimates.filter((s) => Number(s.labels.position) === position)),
+    ),
     held: held.length ? sum("nwor_staging_held_bytes") : null,
     series,
   };
@@ -71,6 +83,8 @@ export function derive(amounts) {
       .map(([name, value]) => [name.slice(prefix.length), value]);
   const paths = new Map(under("bytes."));
   const written = [...paths.values()].reduce((total, value) => total + value, 0);
+  const steps = under("steps.");
+  const allSteps = steps.reduce((total, [, count]) => total + count, 0);
   const share = (part, whole) => (whole > 0 ? part / whole : null);
   return {
     acceptance: share(get("acceptedTokens"), get("draftTokens")),
@@ -78,6 +92,10 @@ export function derive(amounts) {
     positions: under("position.")
       .sort(([a], [b]) => Number(a) - Number(b))
       .map(([, accepted]) => share(accepted, get("drafts"))),
+    draftsPerStep: share(
+      steps.reduce((total, [drafts, count]) => total + Number(drafts) * count, 0),
+      allSteps,
+    ),
     outputTokens: get("outputTokens"),
     windows: get("windows"),
     baseline: get("baseline"),

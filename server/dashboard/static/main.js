@@ -18,7 +18,13 @@ const LONGEST_STEP = 150_000;
 /** A line that has just begun is not stretched further than this. */
 const SHORTEST_RANGE = 60_000;
 
+/** charts.css has a colour for each. */
+const MOST_LINES = 8;
+
 const DOWN = "The engine is down";
+
+/** What elements with `data-needs` need. */
+const NEEDS = { nwor: "hasNwor", speculation: "hasSpeculation", choice: "hasChoice" };
 
 const byId = (id) => document.getElementById(id);
 const setText = (id, text) => {
@@ -105,6 +111,54 @@ const bars = new Bars(byId("positions"));
 const admin = new Admin(() => poll());
 period.addEventListener("change", render);
 
+/** Where the engine chooses: the line of what it chose. */
+function addDrafts() {
+  addChart(
+    "chart-drafts",
+    {
+      title: "Draft tokens of a step, as the engine chose them",
+      format: (value) => (Number.isFinite(value) ? value.toFixed(1) : format.NONE),
+      axis: format.count,
+      least: 4,
+      series: [{ key: "drafts", label: "draft tokens for each request", style: "first" }],
+    },
+    ({ rates }) => ({ drafts: rates && derive(rates).draftsPerStep }),
+  );
+}
+
+/** Lines of the estimate, once it is known of how many positions; no more than can be told apart. */
+function addEstimates(positions) {
+  const lines = Math.min(positions, MOST_LINES);
+  const shown = Array.from({ length: lines }, (_, line) => Math.round(((line + 1) * positions) / lines));
+  addChart(
+    "chart-estimates",
+    {
+      title: "Estimated acceptance by position over time",
+      format: format.percent,
+      axis: (value) => format.percent(value, 0),
+      top: 1,
+      series: shown.map((position, line) => ({
+        key: String(position),
+        label: `up to ${position}`,
+        style: `step${line}`,
+      })),
+    },
+    ({ now }) => Object.fromEntries(shown.map((position) => [position, now.estimates[position - 1] ?? null])),
+  );
+}
+
+function renderChoice(now) {
+  if (!now.hasChoice) return;
+  if (!charts.has("chart-drafts")) addDrafts();
+  if (now.estimates.length && !charts.has("chart-estimates")) addEstimates(now.estimates.length);
+  const drafts =
+    now.chosen === null ? "No step yet" : `${now.chosen.toFixed(Number.isInteger(now.chosen) ? 0 : 1)} now`;
+  const who = now.auto ? "chosen by the engine" : "fixed at present";
+  const long = now.without < 3600 ? format.duration(now.without * 1000) : "more than an hour";
+  const without = now.without >= 1 ? `; none for ${long}` : "";
+  setText("drafts-text", now.chosen === null ? `${drafts}.` : `${drafts}, ${who}${without}.`);
+}
+
 /** Fetch; null with words in `problem` where nothing usable came. */
 async function get(path) {
   const options = { cache: "no-store", credentials: "same-origin", signal: AbortSignal.timeout(PATIENCE) };
@@ -168,8 +222,8 @@ function showState(problem) {
   fill("alerts", alerts, "banner bad");
   fill("notes", latest ? missingParts(latest.now) : [], "banner");
   for (const element of document.querySelectorAll("[data-needs]")) {
-    const has = element.dataset.needs === "nwor" ? latest?.now.hasNwor : latest?.now.hasSpeculation;
-    element.hidden = latest !== undefined && !has;
+    const has = latest?.now[NEEDS[element.dataset.needs]];
+    if (latest) element.hidden = !has;
   }
 }
 
@@ -238,6 +292,7 @@ function render() {
   setText("requests-more", `${format.count(now.waiting)} waiting`);
   setText("requests-start", `KV cache ${format.percent(now.cacheUse)} full`);
 
+  renderChoice(now);
   const first = history.points[0].time;
   const range = [Math.max(latest.time - span, Math.min(first, latest.time - SHORTEST_RANGE)), latest.time];
   for (const { chart, values } of charts.values()) {
