@@ -144,7 +144,7 @@ def _check_figures(llm: Any, outputs: list[Any], mode: str) -> None:
 
 @pytest.mark.skipif(V2, reason="takes too many steps where kernels are interpreted")
 def test_drafts_that_are_hardly_ever_accepted_stop_by_themselves(make: Any) -> None:
-    """Hot sampling among rare tokens, of which the drafter knows nothing, leaves drafts without a chance."""
+    """Hot sampling among rare tokens, unknown to the drafter, leaves its drafts without a chance."""
     from vllm import SamplingParams
 
     bounds = DraftBounds(0, DRAFTS)
