@@ -7,18 +7,17 @@
 
 namespace nwor {
 
-// This warp's 16 tokens of a part of a tile of fp8 keys as fragments, 16 head positions each. See multiply_keys().
+// This warp's 16 tokens of a tile of fp8 keys as fragments, 16 head positions each. See multiply_keys().
 template <class T, bool kE5m2>
-__device__ __forceinline__ void convert_keys(uint32_t tile, int part, uint32_t (&fragments)[T::kKeySteps][4]) {
+__device__ __forceinline__ void convert_keys(uint32_t tile, uint32_t (&fragments)[T::kHeadSize / 16][4]) {
   constexpr int kChunks = T::kPitch / 16;
   const int lane = threadIdx.x % 32, row = lane & 15;
   const uint32_t base = tile + (T::warp() * 16 + row) * T::kPitch;
   const int swizzle = ((lane >> 4) ^ row_swizzle<kChunks>(row)) << 4;
 #pragma unroll
-  for (int k = 0; k < T::kKeySteps; k += 2) {
-    const int step = part * T::kKeySteps + k;
+  for (int k = 0; k < T::kHeadSize / 16; k += 2) {
     uint32_t bytes[4];
-    load_matrix(bytes, chunk_further<kChunks>(base + step / kChunks * T::kPanelBytes, swizzle, step % kChunks));
+    load_matrix(bytes, chunk_further<kChunks>(base + k / kChunks * T::kPanelBytes, swizzle, k % kChunks));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       fp8x4_to_half2<kE5m2>(bytes[2 * i], fragments[k + i][0], fragments[k + i][2]);
@@ -65,13 +64,13 @@ __device__ __forceinline__ void convert_values(uint32_t tile, uint32_t (&fragmen
 template <class T>
 struct TileOperands {
   static constexpr bool kKeys = T::kFp8 && !T::kFp8Query;
-  uint32_t keys[kKeys ? T::kKeySteps : 1][4];
+  uint32_t keys[kKeys ? T::kHeadSize / 16 : 1][4];
   uint32_t values[T::kFp8 ? T::kStageTiles : 1][T::kBlocks][4][4];
 
   __device__ __forceinline__ void hold_keys() const {
     if constexpr (kKeys) {
 #pragma unroll
-      for (int k = 0; k < T::kKeySteps; ++k) hold(keys[k]);
+      for (int k = 0; k < T::kHeadSize / 16; ++k) hold(keys[k]);
     }
   }
   __device__ __forceinline__ void hold_values() const {
@@ -102,7 +101,7 @@ __device__ __forceinline__ void multiply_fp8_keys(const WgmmaOperand<T::kPitch>&
                                        rows.at(k / kSteps * T::kQueryPanelBytes + k % kSteps * 32), k > 0);
 }
 
-// scores = K Q^T of a tile, or the last part of it, under way when this returns. No other product may be.
+// scores = K Q^T of a tile, under way when this returns.
 template <class T>
 __device__ __forceinline__ void multiply_tile_keys(uint32_t tile, uint32_t query, bool e5m2, TileOperands<T>& operands,
                                                    float (&scores)[T::kRowTiles][4]) {
@@ -116,23 +115,15 @@ __device__ __forceinline__ void multiply_tile_keys(uint32_t tile, uint32_t query
       multiply_fp8_keys<T, false>(keys, rows, scores);
     }
   } else if constexpr (T::kFp8) {
-#pragma unroll
-    for (int part = 0; part < T::kKeyParts; ++part) {
-      if (part > 0) {  // its registers are those of the part before
-        wgmma_commit();
-        wgmma_wait<0>();
-        operands.hold_keys();
-      }
-      if (e5m2) {
-        convert_keys<T, true>(tile, part, operands.keys);
-      } else {
-        convert_keys<T, false>(tile, part, operands.keys);
-      }
-      wgmma_begin();
-#pragma unroll
-      for (int k = 0; k < T::kKeySteps; ++k)
-        WgmmaFragments<T::kRowTiles>::run(scores, operands.keys[k], query_of(part * T::kKeySteps + k), part + k > 0);
+    if (e5m2) {
+      convert_keys<T, true>(tile, operands.keys);
+    } else {
+      convert_keys<T, false>(tile, operands.keys);
     }
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < T::kHeadSize / 16; ++k)
+      WgmmaFragments<T::kRowTiles>::run(scores, operands.keys[k], query_of(k), k > 0);
   } else {
     const WgmmaOperand<> keys(tile);
     wgmma_begin();

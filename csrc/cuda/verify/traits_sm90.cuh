@@ -36,10 +36,6 @@ struct Sm90Traits {
   static constexpr bool kFp8Query = kKind == Kind::kFp8Query;
   static constexpr bool kExpandsQuery = false;
   static constexpr bool kFp8 = kKind == Kind::kFp8 || kFp8Query;
-  // An fp8 tile's keys are converted and multiplied in so many parts, kKeySteps x 16 head positions each. With all of a
-  // head of 256 in registers at a time, a pair's 72 rows leave too few: ptxas then lets every product wait for the last.
-  static constexpr int kKeyParts = kKind == Kind::kFp8 && kInPairs && kRowTiles > 5 ? 4 : 1;
-  static constexpr int kKeySteps = kHeadSize / 16 / kKeyParts;
   static constexpr bool kOneStage = kKeyStages == 1 && kValueStages == 1;
   // A split's tiles are taken from the last one on, so that the window's comes first: then no tile is left to multiply
   // when a launch's last context arrives. With an fp8 cache its window's rows are converted by all threads, who wait for
