@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.serving import figures as serving_figures  # noqa: E402
+from benchmarks.serving import mixed_cells  # noqa: E402
 from benchmarks.serving import report as serving_report  # noqa: E402
 from benchmarks.serving.tables import table  # noqa: E402
 
@@ -56,7 +58,12 @@ engine_results = _load("engine", "results")
 host_time = _load("engine", "host_time")
 
 DOCS = HERE.parent / "docs"
-PAGES = (HERE.parent / "README.md", DOCS / "performance.md", DOCS / "kernels" / "performance.md")
+PAGES = (
+    HERE.parent / "README.md",
+    DOCS / "performance.md",
+    DOCS / "kernels" / "performance.md",
+    DOCS / "draft-lengths.md",
+)
 TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 #: Files of benchmarks/engine/results and what the page calls their cells.
 ENGINE = (
@@ -303,6 +310,63 @@ def serving() -> str:
     return _table(*heads, *more, rows=rows)
 
 
+def serving_auto() -> str:
+    """Servers under HTTP load: stock with each number of drafts, and one that chooses it."""
+    document = json.loads((HERE / "serving" / "results" / "h200-auto.json").read_text("utf-8"))
+    tried = ("stock@1", "stock@2", "stock")
+    rows = []
+    for group, loads in serving_report.groups(document).items():
+        for load, records in loads.items():
+            best = serving_figures.best_stock(records)
+            names = serving_figures.arms(records)
+            rates = [
+                f"{statistics.median(one['tokens_s'] for one in records if one['arm'] == arm):.0f}"
+                if arm in names
+                else "-"
+                for arm in (*tried, "auto")
+            ]
+            ratios = [
+                str(serving_figures.compare(records, "auto", base, "tokens_s")) if base in names else "-"
+                for base in (best, "stock")
+            ]
+            first = [f"{serving_figures.pooled(records, arm, 'ttft_ms', 0.5):.0f}" for arm in (best, "auto")]
+            clients = f"{load[1:]} client" + ("s" if load != "c1" else "")
+            rows.append([group[1].upper(), clients, *rates, *ratios, " → ".join(first)])
+    heads = ("model", "load", "k = 1, tokens/s", "k = 2", "k = 4", "`auto`")
+    return _table(*heads, "`auto` / best", "`auto` / k = 4", "first token, best → `auto`, ms", rows=rows)
+
+
+def mixed() -> str:
+    """Steps while prompts join: geometric means by engine and by prompts."""
+    document = json.loads((HERE / "serving" / "results" / "h100-mixed.json").read_text("utf-8"))
+    kinds: tuple[tuple[str, Callable[[int], bool]], ...] = (
+        ("no prompts", lambda prompt: not prompt),
+        ("64 and 128 tokens", lambda prompt: 0 < prompt <= 128),
+        ("512 and 1024", lambda prompt: 128 < prompt <= 1024),
+        ("2048 and longer", lambda prompt: prompt > 1024),
+    )
+    rows = []
+    for engine_ in document["engines"]:
+        found = {
+            (cell["requests"], cell["prompt"]): mixed_cells.geometric_mean(
+                mixed_cells.ratios(cell["blocks"], "off", "stage", "typical")
+            )
+            for cell in engine_["cells"]
+        }
+        low = min(found, key=found.__getitem__)
+        cache = "bf16" if engine_["cache"] == "auto" else engine_["cache"]
+        row = [f"{engine_['shape'].upper()}, {cache} cache", str(len(found))]
+        for _, belongs in kinds:
+            some = [ratio for (_, prompt), ratio in found.items() if belongs(prompt)]
+            row.append(f"{mixed_cells.geometric_mean(some):.3f}" if some else "-")
+        row += [
+            f"{mixed_cells.geometric_mean(list(found.values())):.3f}",
+            f"{sum(ratio < 1 for ratio in found.values())}, lowest {found[low]:.3f} ({low[0]} x {low[1]})",
+        ]
+        rows.append(row)
+    return _table("engine", "cells", *(name for name, _ in kinds), "all", "cells below 1", rows=rows)
+
+
 def _both(records: Any, figure: str, share: float) -> str:
     sides = [serving_figures.pooled(records, arm, figure, share) for arm in ("stock", "stage")]
     return " → ".join(f"{side:.0f}" for side in sides)
@@ -326,6 +390,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "graphs": graphs,
     "host": host,
     "serving": serving,
+    "serving-auto": serving_auto,
+    "mixed": mixed,
 }
 
 

@@ -150,9 +150,10 @@ def _median(steps: Sequence[dict[str, Any]], kind: str, name: str) -> float:
 
 
 def best_table(loads: dict[str, list[Record]]) -> list[str]:
-    """Return stock's throughput by k and what ``stage`` makes of it; nothing where one k was measured."""
+    """Return stock's throughput by k and what NWOR makes of the best; nothing where one k was measured."""
     names = figures.arms([one for records in loads.values() for one in records])
     stock = [arm for arm in names if arm.startswith("stock")]
+    ours = [arm for arm in names if arm in ("stage", "auto")]
     if len(stock) < 2:
         return []
     rows = []
@@ -165,12 +166,12 @@ def best_table(loads: dict[str, list[Record]]) -> list[str]:
             for arm in stock
             if (found := [value(one) for one in records if one["arm"] == arm])
         }
-        ours = figures.compare(records, "stage", best, figure) if best else figures.ratio_of([])
         rows.append(
             [load, *(number(medians.get(arm, math.nan), 2 if figure == "tpot" else 0) for arm in stock)]
         )
-        rows[-1] += [best, str(ours)]
-    return table(["load (closed: tokens/s; Poisson: ms a token)", *stock, "best", "stage / best"], rows)
+        rows[-1] += [best, *(str(figures.compare(records, arm, best, figure)) for arm in ours)]
+    heads = ["load (closed: tokens/s; Poisson: ms a token)", *stock, "best"]
+    return table([*heads, *(f"{arm} / best" for arm in ours)], rows)
 
 
 def warnings(loads: dict[str, list[Record]]) -> list[str]:
