@@ -21,7 +21,9 @@ CACHE_BYTES = 2 << 30
 
 
 @contextmanager
-def start(name: str, nwor: dict[str, Any], drafts: int = 4, **settings: Any) -> Iterator[Any]:
+def start(
+    name: str, nwor: dict[str, Any], drafts: int = 4, schedule: Any = None, **settings: Any
+) -> Iterator[Any]:
     """Start an engine and stop it after the block.
 
     Args:
@@ -29,6 +31,7 @@ def start(name: str, nwor: dict[str, Any], drafts: int = 4, **settings: Any) -> 
             "eager" or "piecewise" at the end, else full and piecewise CUDA graphs.
         nwor: NWOR's settings.
         drafts: draft tokens of a step.
+        schedule: vLLM's draft tokens by batch size; None where their number is fixed.
         settings: the engine's other settings.
 
     """
@@ -57,6 +60,7 @@ def start(name: str, nwor: dict[str, Any], drafts: int = 4, **settings: Any) -> 
                 "model": str(demo.draft_path()),
                 "method": demo.draft_method(),
                 "num_speculative_tokens": drafts,
+                **({} if schedule is None else {"num_speculative_tokens_per_batch_size": schedule}),
             },
             additional_config={"nwor": nwor},
             disable_log_stats=False,
