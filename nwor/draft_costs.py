@@ -78,4 +78,7 @@ def _interpolate(places: Sequence[int], values: Sequence[float], place: int) -> 
     index = min(bisect_right(places, place), len(places) - 1)
     left, right = places[index - 1], places[index]
     share = (place - left) / (right - left)
-    return values[index - 1] + share * (values[index] - values[index - 1])
+    grows = values[index] - values[index - 1]
+    if place > right:
+        grows = max(grows, 0.0)  # more never takes less time, whatever the last two say
+    return values[index - 1] + share * grows if place <= right else values[index] + (share - 1.0) * grows

@@ -21,7 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
-from nwor.config import NworConfig
+from nwor.config import DraftBounds, NworConfig
 from nwor.counts.records import StepRecord, WindowKind, WorkerFacts, add_bytes
 from nwor.counts.window_table import WindowTable
 from nwor.engine.draft_lengths.lookup import DraftLengths
@@ -31,8 +31,9 @@ from nwor.engine.pipeline_parallel.freed import FreedRequests, freed_by
 from nwor.engine.request_isolation.common import StepFailures
 from nwor.engine.request_isolation.request_failures import RequestFailures
 from nwor.engine.stats.figures import EngineFigures, EngineStats, RequestFigures
-from nwor.engine.stats.step_messages import announce, announce_fast_paths, costs_of, record_of
+from nwor.engine.stats.step_messages import announce, announce_fast_paths, costs_of, facts_of, record_of
 from nwor.engine.workarounds.seeded_starts import drop_placeholders
+from nwor.errors import ConfigError
 from nwor.modes import Mode
 
 logger = logging.getLogger("vllm.nwor.scheduler")
@@ -82,8 +83,28 @@ class NworScheduling(BoundedDrafts, RequestFailures):
         # Whether another step was under way when the results before came.
         self._nwor_busy = False
         self._nwor_lengths: DraftLengths | None = None
-        if config is not None and config.draft_tokens is not None and self.dynamic_sd_lookup is not None:
+        if config is not None and config.draft_tokens is not None:
+            self._nwor_check_bounds(config.draft_tokens)
             self.dynamic_sd_lookup = self._nwor_lengths = DraftLengths(config.draft_tokens)
+
+    def _nwor_check_bounds(self, bounds: DraftBounds) -> None:
+        """Check that vLLM's own settings leave room for the bounds.
+
+        Raises:
+            ConfigError: if they do not.
+
+        """
+        if self.num_spec_tokens < bounds.most:
+            raise ConfigError(
+                f"draft_tokens {bounds} needs at least {bounds.most} num_speculative_tokens in vLLM's "
+                f"speculative config, not {self.num_spec_tokens}"
+            )
+        if self.dynamic_sd_lookup is None:
+            schedule = [list(entry) for entry in bounds.schedule]
+            raise ConfigError(
+                f"draft_tokens {bounds} needs num_speculative_tokens_per_batch_size {schedule} in vLLM's "
+                "speculative config, and no data parallelism"
+            )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Make the next step; with pipeline stages, let the workers know which ones are under way."""
@@ -134,6 +155,9 @@ class NworScheduling(BoundedDrafts, RequestFailures):
         if not scheduled.total_num_scheduled_tokens:
             return
         lengths.take_costs(costs_of(result))
+        facts = facts_of(result)
+        if facts is not None:
+            lengths.follow(facts)
         tokens = len(scheduled.num_scheduled_tokens)
         if record is not None:
             lengths.observe(record)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from nwor.config import DraftBounds
 from nwor.engine.window_manager import WindowManager
 from nwor.modes import Mode
 
@@ -42,17 +43,25 @@ class NworWorkerMixin:
         if bounds is not None:
             state.draft_costs_why_not = self.model_runner.nwor_why_no_costs()
             if state.draft_costs_why_not is None:
-                from nwor.engine.draft_lengths.measurement import measure
-
-                mode, state.mode = state.mode, Mode.STAGE
-                try:
-                    state.draft_costs = measure(self, bounds)
-                finally:
-                    state.mode = mode
-                    state.forget_facts()
-            else:
+                self._nwor_measure(bounds)
+            if state.draft_costs_why_not is not None:
                 logger.warning("draft tokens stay at %d: %s", bounds.fixed, state.draft_costs_why_not)
         return took
+
+    def _nwor_measure(self, bounds: DraftBounds) -> None:
+        from nwor.engine.draft_lengths.measurement import NoRoomError, measure
+
+        state = self._nwor.state
+        mode, state.mode = state.mode, Mode.STAGE
+        try:
+            state.draft_costs = measure(self, bounds)
+        except NoRoomError as error:
+            state.draft_costs_why_not = str(error)
+        finally:
+            if state.fault is None:
+                state.mode = mode
+            state.steps = state.mixed_graph_steps = state.self_checks = 0
+            state.forget_facts()
 
     def nwor_set_draft_tokens(
         self, wanted: str, asked: Mapping[str, str] = MappingProxyType({})

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from nwor.engine.fastpath import greedy_sampling
 from nwor.engine.fastpath.greedy_sampling import FastDraft, FastVerify
-from nwor.engine.patches import FAST_PATH_LEDGER
+from nwor.engine.ledger import FAST_PATH_LEDGER
 from tests.drafting import Speculator, draft
 from tests.greedy_batches import Case, make, make_sampler, verify
 

@@ -129,11 +129,13 @@ class _CaptureBothModes(CudaGraphManager):
         self.stage.clear()
         if not self.stage.wanted:
             return
-        if mixed and self._chooses_drafts:
-            # Graphs of windows of any lengths serve in place of a set for each length.
-            self._capture_windows(create_forward_fn, progress_bar_desc)
-            return
         descs = [desc for desc in self._capture_descs.get(CUDAGraphMode.FULL, []) if self._stageable(desc)]
+        if mixed and self._chooses_drafts:
+            # Graphs of any lengths serve in place of a set for each. Not where ranks share what graphs read:
+            # one with a fault has to write, and to replay the same graph as the others.
+            if not self.nwor.state.shared_graphs:
+                self._capture_windows(create_forward_fn, progress_bar_desc)
+            descs = [desc for desc in descs if not self.mixed.serves(desc.num_tokens)]
         if not descs or self._max_full_descs_to_capture is not None:
             return
         with self.stage.capture(), other_graphs(self, self.stage_graphs, descs):
@@ -160,7 +162,11 @@ class _CaptureBothModes(CudaGraphManager):
         state, device = self.nwor.state, self.nwor.device
         started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
         slots, starts = self._step_inputs
-        self.mixed.capture_windows(slots, starts, run)
+        try:
+            self.mixed.capture_windows(slots, starts, run)
+        except Exception:
+            logger.error("A graph of windows could not be captured: set mixed_graph_rows to 0 to do without")
+            raise
         state.capture_seconds += time.perf_counter() - started
         state.capture_bytes += free - torch.cuda.mem_get_info(device)[0]
 

@@ -50,7 +50,8 @@ class DraftLengths:
         """Return the draft tokens that a step of so many requests makes for each of them."""
         chosen = self.policy.choose(requests) if self._fixed is None else self._fixed
         self.steps[chosen] += 1
-        if chosen:
+        # A step that tries whether drafts would be accepted again ends nothing.
+        if self.policy.chosen if self._fixed is None else self._fixed:
             self._none_since = None
         elif self._none_since is None:
             self._none_since = time.monotonic()
@@ -62,10 +63,14 @@ class DraftLengths:
             self.policy.take_costs(costs)
             self._facts = None
 
+    def follow(self, facts: WorkerFacts) -> None:
+        """Do as the workers were told."""
+        if facts is not self._facts:
+            self._follow(facts)
+
     def observe(self, record: StepRecord) -> None:
         """Take in a verify step's record."""
-        if record.facts is not self._facts:
-            self._follow(record.facts)
+        self.follow(record.facts)
         if self._fixed is None or len(self._waiting) < MOST_WAITING:
             self._waiting.append(record)
         if len(self._waiting) >= MOST_WAITING:
@@ -81,7 +86,7 @@ class DraftLengths:
         bounds = DraftBounds.parse(wanted) if wanted else self._started
         if bounds != self.policy.bounds:
             self.policy.bind(bounds)
-        self._fixed = bounds.fixed
+        self._fixed = self.policy.nearest(bounds.fixed)
         if facts.mode != Mode.STAGE:
             self._why = f"the mode is {facts.mode}: numbers are chosen in stage alone"
         elif self.policy.costs is None:

@@ -32,6 +32,10 @@ SETTLE, STEPS = 1, 3
 _CONTEXT = 16
 
 
+class NoRoomError(Exception):
+    """The engine is too small for the measurement."""
+
+
 class _Requests:
     """Requests of the measurement, and the steps that they go through."""
 
@@ -58,7 +62,7 @@ class _Requests:
 
         """
         finished, self._names = set(self._names), []
-        most = max(1, self._worker.model_runner.max_num_tokens // prompt)
+        most = self._worker.model_runner.max_num_tokens // prompt
         block = 1
         for start in range(0, count, most):
             new = []
@@ -130,7 +134,7 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
         bounds: the draft tokens to measure.
 
     Raises:
-        RuntimeError: if the cache has no room for a single request.
+        NoRoomError: if a sequence or the cache has no room for a single request; on all ranks alike.
 
     """
     from vllm.v1.worker.gpu.warmup import _warmup_block_counter
@@ -143,12 +147,22 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
     prompt = bounds.most + _CONTEXT
     room = sum((SETTLE + STEPS + 1) * (drafts + 1) for drafts in numbers)
     blocks = runner.kv_cache_config.num_blocks - 1
+    if prompt + room > runner.max_model_len or prompt > runner.max_num_tokens:
+        raise NoRoomError(
+            f"sequences of {runner.max_model_len} tokens, {runner.max_num_tokens} in a step, have no room "
+            f"for the measurement's, of {prompt + room}"
+        )
+    if requests.blocks(1, prompt + room) > blocks:
+        raise NoRoomError(f"{blocks} blocks have no room for a sequence of {prompt + room} tokens")
     counts, table = [], []
     runner.kv_connector.set_disabled(True)
     try:
         for count in REQUESTS_CPU if cpu else REQUESTS:
-            too_long = prompt + room > runner.max_model_len
-            if count > runner.max_num_reqs or requests.blocks(count, prompt + room) > blocks or too_long:
+            if (
+                count > runner.max_num_reqs
+                or count * (1 + bounds.most) > runner.max_num_tokens
+                or requests.blocks(count, prompt + room) > blocks
+            ):
                 break
             requests.begin(count, prompt, room, numbers[0])
             row, before = [], numbers[0]
@@ -173,8 +187,6 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
         requests.end()
     finally:
         runner.kv_connector.set_disabled(False)
-    if not counts:
-        raise RuntimeError("the cache or the longest sequence has no room for the measurement")
     took = time.perf_counter() - began
     logger.info("measured what steps cost with %s draft tokens in %.1f s", _listed(numbers), took)
     return StepCosts(tuple(counts), numbers, tuple(table), tuple(rows), tuple(row_seconds))

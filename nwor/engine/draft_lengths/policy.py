@@ -29,6 +29,8 @@ LOOK_CHANGE = 0.1
 HYSTERESIS = 0.015
 #: One step of so many tries one more candidate than is chosen, so that its acceptance stays known.
 PROBE_EVERY = 128
+#: Windows that try it each time, over as many steps as that takes.
+PROBE_WINDOWS = 8
 #: Weight of one step among what steps take beyond the measured costs.
 EXTRA_WEIGHT = 0.05
 #: Steps with prompts that are remembered.
@@ -64,9 +66,14 @@ class DraftLengthPolicy:
     def bind(self, bounds: DraftBounds) -> None:
         """Choose within other bounds from now on."""
         self.bounds = bounds
-        self._candidates = [k for k in self._all if bounds.least <= k <= bounds.most] or [bounds.fixed]
+        inside = [k for k in self._all if bounds.least <= k <= bounds.most]
+        self._candidates = inside or [self.nearest(bounds.fixed)]
         self._until_look = 0
         self._until_probe = PROBE_EVERY
+
+    def nearest(self, drafts: int) -> int:
+        """Return the number nearest to ``drafts`` that graphs and costs are there for."""
+        return min(self._all, key=lambda known: abs(known - drafts))
 
     def take_costs(self, costs: StepCosts) -> None:
         """Choose by these costs from now on."""
@@ -86,7 +93,9 @@ class DraftLengthPolicy:
             self._look(requests)
         self._until_probe -= 1
         if self._until_probe <= 0:
-            self._until_probe = PROBE_EVERY
+            # Few requests tell little in a step.
+            if -self._until_probe * requests >= PROBE_WINDOWS - requests:
+                self._until_probe = PROBE_EVERY
             return self._next(self.chosen)
         return self.chosen
 
@@ -115,7 +124,7 @@ class DraftLengthPolicy:
             rows = requests * (drafts + 1)
             adds = [self.costs.beside(rows, prompt) for prompt in list(self._prompts)[:: PROMPTS // 16]]
             cost += self._mixed / self._tokens * sum(adds) / len(adds)
-        return cost
+        return max(cost, 1e-9)
 
     def observe(self, drafts: int, accepted: npt.NDArray[np.integer]) -> None:
         """Take in a step's windows.

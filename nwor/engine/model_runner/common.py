@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from nwor.config import NworConfig
+from nwor.counts.records import WorkerFacts
 from nwor.engine.attention.attachment import CacheViews
 from nwor.engine.attention.target_layers import slot_keys, target_layers
 from nwor.engine.pipeline_parallel.stages import PipelineStages
-from nwor.engine.stats.step_messages import attach, attach_costs, fast_paths_of
+from nwor.engine.stats.step_messages import attach, attach_costs, attach_facts, fast_paths_of
 from nwor.engine.step_plan import StepPlan
 from nwor.engine.window_manager import WindowManager
 from nwor.engine.workarounds.adapters import mend_drafter
@@ -30,6 +31,8 @@ class NworRunner(Base):
     _nwor_finished: StepPlan | None = None
     #: Whether the scheduler knows what steps cost.
     _nwor_costs_sent: bool = False
+    #: What the scheduler was told last in a step without a record.
+    _nwor_facts_told: WorkerFacts | None = None
 
     #: Set by subclasses: the attention implementation that takes part, and how its cache looks.
     nwor_backend: Any
@@ -94,6 +97,29 @@ class NworRunner(Base):
             self._nwor_costs_sent = True
             attach_costs(result, state.draft_costs)
         return attach(result, self.nwor.account_sampled(plan, self._nwor_sampled(output, result)))
+
+    def _nwor_tell_facts(self, output: Any) -> Any:
+        """Let a step that verifies nothing say what has changed for this rank; return its output.
+
+        Where draft tokens are chosen, or fixed at 0, no record of a verify step may come for long.
+        """
+        state = self.nwor.state
+        if output is None or state.config.draft_tokens is None or state.facts is self._nwor_facts_told:
+            return output
+        facts = self._nwor_facts_told = state.facts
+        get_output = getattr(output, "get_output", None)
+        if get_output is None:
+            attach_facts(output, facts)
+            return output
+
+        def told() -> Any:
+            del output.get_output
+            result = get_output()
+            attach_facts(result, facts)
+            return result
+
+        output.get_output = told
+        return output
 
     def _nwor_account_on_arrival(self, output: Any, plan: StepPlan) -> None:
         """Count a step once its output's own copy to the host has arrived; nobody waits for that here."""

@@ -99,6 +99,8 @@ class NworRunnerV1(NworRunner, IsolatingRunnerV1):
                 self._nwor_account_on_arrival(output, plan)
             else:
                 output = self._nwor_account(output, output, plan)
+        elif plan is None:
+            output = self._nwor_tell_facts(output)
         # Last: windows of requests that failed are committed and counted like others.
         return send_failures(output, failures)
 

@@ -117,6 +117,8 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
         failures, self._nwor_failures = self._nwor_failures, None
         if plan is not None and output is not None:
             self._nwor_account_on_arrival(output, plan)
+        elif plan is None:
+            output = self._nwor_tell_facts(output)
         # Last: windows of requests that failed are committed and counted like others.
         return send_failures(output, failures)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nwor.counts.records import StepRecord
+from nwor.counts.records import StepRecord, WorkerFacts
 from nwor.draft_costs import StepCosts
 
 #: Name of the attribute on vLLM's ``SchedulerOutput``.
@@ -47,6 +47,17 @@ def attach_costs(output: Any, costs: StepCosts) -> None:
 def costs_of(output: Any) -> StepCosts | None:
     """Return what :func:`attach_costs` noted; None on all steps but one."""
     found: StepCosts | None = getattr(output, "nwor_costs", None)
+    return found
+
+
+def attach_facts(output: Any, facts: WorkerFacts) -> None:
+    """Let what holds for the rank travel with a ``ModelRunnerOutput`` that has no record."""
+    output.nwor_facts = facts
+
+
+def facts_of(output: Any) -> WorkerFacts | None:
+    """Return what :func:`attach_facts` noted; None on most steps."""
+    found: WorkerFacts | None = getattr(output, "nwor_facts", None)
     return found
 
 
