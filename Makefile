@@ -13,8 +13,8 @@ PORT   ?= 8000
 # More flags for the server (`make serve ARGS="--api-key secret"`) or for pytest (`make test TESTS=tests/unit`).
 ARGS   ?=
 TESTS  ?= tests
-# Tests run side by side, each lane on processors of its own: a number, or one for each processor that has memory.
-LANES  ?= auto
+# Lanes of tests, each on processors of its own: 0 is one test after another, auto one lane for each processor.
+LANES  ?= 0
 
 # torch's CPU build: found by pip as it is configured, else on PyTorch's own index.
 TORCH_CPU       ?= torch==2.13.0+cpu
