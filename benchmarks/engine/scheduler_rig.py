@@ -45,6 +45,7 @@ class Setup:
 
     Attributes:
         drafts: draft tokens a step; 0 is without speculation.
+        by_requests: vLLM's draft tokens by the number of requests; None is always the same number.
         ahead: whether steps are scheduled ahead.
         runner_v2: whether model runner V2 is what it schedules for.
         blocks: blocks of the KV cache, the null block included.
@@ -65,6 +66,7 @@ class Setup:
     """
 
     drafts: int = 4
+    by_requests: tuple[tuple[int, int, int], ...] | None = None
     ahead: bool = True
     runner_v2: bool = True
     blocks: int = 4096
@@ -119,6 +121,7 @@ def make_scheduler(folder: Path, setup: Setup, create: Callable[..., Scheduler])
             method="eagle",
             model=str(draft),
             num_speculative_tokens=setup.drafts,
+            num_speculative_tokens_per_batch_size=setup.by_requests and list(setup.by_requests),
             target_model_config=model,
             target_parallel_config=parallel,
         )
@@ -270,7 +273,7 @@ class Drive:
 
     def _draft(self, output: Any) -> None:
         """Give the scheduler the draft tokens of the next step, for some requests fewer than others."""
-        most = self.scheduler.num_spec_tokens
+        most = output.num_spec_tokens_to_schedule
         if not most:
             return
         names = list(output.num_scheduled_tokens)

@@ -48,8 +48,8 @@ def test_estimates_come_to_the_chances() -> None:
     for _ in range(400):
         estimate.add(8, _windows(generator, 8, 32))
     assert estimate.chances == pytest.approx(CHANCES, abs=0.08)
-    assert estimate.tokens(0) == 1
-    assert estimate.tokens(3) == pytest.approx(1 + 0.73 + 0.73 * 0.71 + 0.73 * 0.71 * 0.67, abs=0.1)
+    assert estimate.tokens[0] == 1
+    assert estimate.tokens[3] == pytest.approx(1 + 0.73 + 0.73 * 0.71 + 0.73 * 0.71 * 0.67, abs=0.1)
 
 
 def test_positions_that_nobody_tries_are_taken_for_the_one_before() -> None:

@@ -30,6 +30,7 @@ class FastAsyncScheduler(AsyncScheduler, FastScheduling):
 
 PLENTY = Setup(requests=12, blocks=600, block_size=4, length=160, tokens=256, settings={})
 SCARCE = replace(PLENTY, blocks=44, requests=4)
+BY_REQUESTS = ((1, 2, 4), (3, 5, 1), (6, 8, 0), (9, 12, 3))
 SETUPS = {
     "plenty": PLENTY,
     "plenty, lockstep": replace(PLENTY, ahead=False),
@@ -50,6 +51,10 @@ SETUPS = {
     "one draft": replace(PLENTY, drafts=1),
     "eight drafts": replace(PLENTY, drafts=8, block_size=4),
     "eight drafts, lockstep": replace(SCARCE, drafts=8, ahead=False),
+    "drafts by requests": replace(PLENTY, by_requests=BY_REQUESTS),
+    "drafts by requests, scarce": replace(SCARCE, by_requests=BY_REQUESTS),
+    "drafts by requests, lockstep": replace(PLENTY, by_requests=BY_REQUESTS, ahead=False),
+    "drafts by requests, runner V1": replace(PLENTY, by_requests=BY_REQUESTS, runner_v2=False),
     "blocks of 16": replace(PLENTY, block_size=16),
     "few tokens a step": replace(PLENTY, tokens=48),
     "few tokens a step, lockstep": replace(PLENTY, tokens=48, ahead=False),

@@ -19,6 +19,7 @@ from nwor.engine.window_manager import WindowManager
 from nwor.modes import Mode
 from nwor.windows.layer_ops import Source
 from nwor.windows.window import CapturedSources, Window, WindowBatch
+from nwor.worker_state import WorkerState
 
 #: What vLLM names a graph by.
 Name = TypeVar("Name", bound=Hashable)
@@ -42,6 +43,15 @@ def expected_bytes(rows: Sequence[int], samples: Sequence[int], row_bytes: int) 
         return 0
     each = max(samples[-1] if len(samples) > 1 else 0, LEAST_GRAPH_BYTES)
     return len(rows) * each + max(rows) * row_bytes
+
+
+@contextmanager
+def capture_counted(state: WorkerState, device: torch.device) -> Iterator[None]:
+    """Add the time and the device memory that this block takes to what captures took."""
+    started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+    yield
+    state.capture_seconds += time.perf_counter() - started
+    state.capture_bytes += free - torch.cuda.mem_get_info(device)[0]
 
 
 def weak_sources(sources: Mapping[str, Source]) -> dict[str, Source]:
@@ -89,14 +99,11 @@ class StageGraphs(Generic[Name]):
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Capture the set within this block: time and memory of it are reported, replays are known after."""
-        device, state = self._window_manager.device, self._window_manager.state
         self.clear()
-        started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-        yield
-        self._sources = {name: self._window.captured(sources) for name, sources in self._noted.items()}
-        self._noted, self._latest = {}, None
-        state.capture_seconds += time.perf_counter() - started
-        state.capture_bytes += free - torch.cuda.mem_get_info(device)[0]
+        with capture_counted(self._window_manager.state, self._window_manager.device):
+            yield
+            self._sources = {name: self._window.captured(sources) for name, sources in self._noted.items()}
+            self._noted, self._latest = {}, None
 
     @contextmanager
     def forward(self, num_requests: int, num_tokens: int) -> Iterator[None]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 
 from nwor.engine.cuda_graphs.mixed import MOST_WINDOW_ROWS, MixedGraphs, other_graphs
-from nwor.engine.cuda_graphs.stage_graphs import StageGraphs
+from nwor.engine.cuda_graphs.stage_graphs import StageGraphs, capture_counted
 
 if TYPE_CHECKING:
     from nwor.engine.window_manager import WindowManager
@@ -147,52 +147,20 @@ class _CaptureBothModes(CudaGraphManager):
 
     def _capture_windows(self, create_forward_fn: ForwardFactory, progress_bar_desc: str) -> None:
         most = min(MOST_WINDOW_ROWS, self.nwor.most_window_rows)
-        sizes = [desc.num_tokens for desc in self.mixed.graphs if desc.num_tokens >= most]
-        largest = min(sizes, default=most)
+        largest = min(
+            (desc.num_tokens for desc in self.mixed.graphs if desc.num_tokens >= most), default=most
+        )
         descs = [desc for desc in self.mixed_descs if desc.num_tokens <= largest]
-
-        def run(wrap: Any) -> dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]:
-            def create(desc: BatchExecutionDescriptor, warmup: bool) -> ForwardFn:
-                return wrap(desc, create_forward_fn(desc, warmup), warmup)
-
-            with other_graphs(self, {}, descs) as graphs:
-                super(_CaptureBothModes, self).capture(create, f"{progress_bar_desc} (NWOR windows)")
-            return graphs
-
-        state, device = self.nwor.state, self.nwor.device
-        started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-        slots, starts = self._step_inputs
-        try:
-            self.mixed.capture_windows(slots, starts, run)
-        except Exception:
-            logger.error("A graph of windows could not be captured: set mixed_graph_rows to 0 to do without")
-            raise
-        state.capture_seconds += time.perf_counter() - started
-        state.capture_bytes += free - torch.cuda.mem_get_info(device)[0]
+        run = self._wrapped(descs, create_forward_fn, f"{progress_bar_desc} (NWOR windows)")
+        with self._counted("A graph of windows"):
+            self.mixed.capture_windows(*self._step_inputs, run)
 
     def _capture_mixed(self, create_forward_fn: ForwardFactory, progress_bar_desc: str) -> None:
-        def run(wrap: Any) -> dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]:
-            def create(desc: BatchExecutionDescriptor, warmup: bool) -> ForwardFn:
-                return wrap(desc, create_forward_fn(desc, warmup), warmup)
-
-            with other_graphs(self, {}, self.mixed_descs) as graphs:
-                super(_CaptureBothModes, self).capture(create, f"{progress_bar_desc} (NWOR mixed)")
-            return graphs
-
-        state, device = self.nwor.state, self.nwor.device
-        started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-        slots, starts = self._step_inputs
-        try:
-            self.mixed.capture(self.mixed_descs, slots, starts, run)
-        except Exception:
-            # Other ranks may have theirs, and vLLM's own capture would go on in the memory of a broken one.
-            logger.error(
-                "A graph of a mixed step could not be captured: set mixed_graph_rows to 0 to do without"
-            )
-            raise
+        state = self.nwor.state
+        run = self._wrapped(self.mixed_descs, create_forward_fn, f"{progress_bar_desc} (NWOR mixed)")
+        with self._counted("A graph of a mixed step"):
+            self.mixed.capture(self.mixed_descs, *self._step_inputs, run)
         state.mixed_graphs_why_not = None
-        state.capture_seconds = time.perf_counter() - started
-        state.capture_bytes = free - torch.cuda.mem_get_info(device)[0]
         logger.info(
             "%d graphs of mixed steps, up to %d rows, took %.1f s and %.2f GiB",
             len(self.mixed.graphs),
@@ -200,6 +168,32 @@ class _CaptureBothModes(CudaGraphManager):
             state.capture_seconds,
             state.capture_bytes / (1 << 30),
         )
+
+    def _wrapped(
+        self, descs: Sequence[BatchExecutionDescriptor], create_forward_fn: ForwardFactory, progress: str
+    ) -> Callable[[Any], dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]]:
+        """Return what captures graphs with forward functions wrapped by what it is given."""
+
+        def run(wrap: Any) -> dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]:
+            def create(desc: BatchExecutionDescriptor, warmup: bool) -> ForwardFn:
+                return wrap(desc, create_forward_fn(desc, warmup), warmup)
+
+            with other_graphs(self, {}, descs) as graphs:
+                super(_CaptureBothModes, self).capture(create, progress)
+            return graphs
+
+        return run
+
+    @contextmanager
+    def _counted(self, what: str) -> Iterator[None]:
+        """Count time and memory of a capture, and say how to do without where it fails."""
+        try:
+            with capture_counted(self.nwor.state, self.nwor.device):
+                yield
+        except Exception:
+            # Other ranks may have theirs, and vLLM's own capture would go on in the memory of a broken one.
+            logger.error("%s could not be captured: set mixed_graph_rows to 0 to do without", what)
+            raise
 
     def _stageable(self, desc: BatchExecutionDescriptor) -> bool:
         return stageable(desc, self.nwor.longest_window)

@@ -47,12 +47,6 @@ class AcceptanceEstimate:
         self._tried[:drafts] += at_least[:drafts]
         self._accepted[:drafts] += at_least[1 : drafts + 1]
 
-    def forget(self, drafts: int, windows: int) -> None:
-        """Let what is known of positions behind ``drafts`` fade, as ``windows`` windows did not try them."""
-        keep = 0.5 ** (windows / HALF_LIFE)
-        self._tried[drafts:] *= keep
-        self._accepted[drafts:] *= keep
-
     @property
     def chances(self) -> list[float]:
         """Chance of each draft whose predecessors were accepted."""
@@ -67,6 +61,7 @@ class AcceptanceEstimate:
         """Chance that all drafts up to each position are accepted."""
         return list(accumulate(self.chances, mul))
 
-    def tokens(self, drafts: int) -> float:
-        """Return the tokens that a window of so many drafts gives on the average."""
-        return 1.0 + sum(self.accepted[:drafts])
+    @property
+    def tokens(self) -> list[float]:
+        """Tokens that a window gives on the average, by its draft tokens: 0, 1 and so on."""
+        return list(accumulate(self.accepted, initial=1.0))

@@ -71,8 +71,7 @@ class DraftLengths:
     def observe(self, record: StepRecord) -> None:
         """Take in a verify step's record."""
         self.follow(record.facts)
-        if self._fixed is None or len(self._waiting) < MOST_WAITING:
-            self._waiting.append(record)
+        self._waiting.append(record)
         if len(self._waiting) >= MOST_WAITING:
             self._take_waiting()
 

@@ -105,8 +105,8 @@ class DraftLengthPolicy:
     def _look(self, requests: int) -> None:
         """Weigh all candidates for so many requests."""
         self._until_look, self._looked_at = LOOK_EVERY, requests
-        accepted = self.acceptance.accepted
-        found = {k: self._cost(requests, k, 1.0 + sum(accepted[:k])) for k in self._candidates}
+        tokens = self.acceptance.tokens
+        found = {k: self._cost(requests, k, tokens[k]) for k in self._candidates}
         best = min(found, key=found.__getitem__)
         now = found.get(self.chosen)
         if now is None or found[best] < (1.0 - HYSTERESIS) * now:

@@ -62,7 +62,6 @@ def _why_no_steps(scheduler: Any) -> str | None:
         (scheduler.is_encoder_decoder or scheduler.is_mm_encoder_only, "an encoder"),
         (scheduler.perf_metrics is not None, "an estimate of the hardware's use"),
         (scheduler.return_sampling_mask, "a mask of what could be sampled"),
-        (_uses_a_list(scheduler), "draft tokens by batch size"),
         (scheduler.num_sampled_tokens_per_step != 1, "no token sampled after a prompt"),
         (config.long_prefill_token_threshold > 0, "a bound for chunks of prompts"),
         (scheduler.use_pp and not config.async_scheduling, "pipeline stages in lockstep"),
@@ -71,12 +70,6 @@ def _why_no_steps(scheduler: Any) -> str | None:
         if found:
             return what
     return None
-
-
-def _uses_a_list(scheduler: Any) -> bool:
-    """Return whether vLLM's own schedule holds; what NWOR chooses comes in its place once all is set up."""
-    config = NworConfig.from_additional_config(scheduler.vllm_config.additional_config)
-    return scheduler.dynamic_sd_lookup is not None and (config is None or config.draft_tokens is None)
 
 
 class FastScheduling(FastResults):
