@@ -314,6 +314,7 @@ def serving_auto() -> str:
     """Servers under HTTP load: stock with each number of drafts, and one that chooses it."""
     document = json.loads((HERE / "serving" / "results" / "h200-auto.json").read_text("utf-8"))
     tried = ("stock@1", "stock@2", "stock")
+    assert {run["k"] for run in document["runs"].values()} == {4}  # of the arm `stock`
     rows = []
     for group, loads in serving_report.groups(document).items():
         for load, records in loads.items():

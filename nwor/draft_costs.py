@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nwor.config import DraftBounds
+from nwor.errors import ConfigError
+
 #: Numbers of draft tokens that are worth a choice; graphs of the drafter are captured for each.
 CANDIDATES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
 
@@ -15,6 +18,40 @@ def candidates(least: int, most: int) -> tuple[int, ...]:
     """Return the numbers of draft tokens to choose among, ascending, both bounds included."""
     inside = {drafts for drafts in CANDIDATES if least <= drafts <= most}
     return tuple(sorted(inside | {least, most}))
+
+
+def settle(started: DraftBounds | None, wanted: str) -> str:
+    """Return what draft tokens are set to by a running engine, in one form.
+
+    Args:
+        started: the bounds that the engine was started with; None where the number was fixed.
+        wanted: ``auto`` for those bounds, bounds within them, or a number.
+
+    Raises:
+        ConfigError: if it is none of these, or the engine has no graphs for it.
+
+    """
+    if started is None:
+        raise ConfigError(
+            "the number of draft tokens was fixed when the engine was started: restart it with "
+            "--num-speculative-tokens auto"
+        )
+    wanted, known = wanted.strip().lower(), candidates(started.least, started.most)
+    if wanted.isdecimal():
+        settled, fits = str(int(wanted)), int(wanted) <= started.most
+        prepared = int(wanted) in (0, *known)
+    else:
+        bounds = started if wanted == "auto" else DraftBounds.parse(wanted)
+        settled, fits = str(bounds), started.least <= bounds.least and bounds.most <= started.most
+        prepared = any(bounds.least <= number <= bounds.most for number in known)
+    if not fits:
+        raise ConfigError(
+            f"draft tokens {settled} lie outside of {started}, with which the engine was started"
+        )
+    if not prepared:
+        numbers = ", ".join(map(str, known))
+        raise ConfigError(f"there are no CUDA graphs for draft tokens {settled}: the engine has {numbers}")
+    return settled
 
 
 @dataclass(frozen=True)

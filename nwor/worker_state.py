@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nwor.config import DraftBounds, NworConfig
+from nwor.config import NworConfig
 from nwor.counts.formulas import WindowCounts
 from nwor.counts.histogram import count_kinds
 from nwor.counts.records import EarlierStages, Tally, Treatment, WorkerFacts, add_bytes
-from nwor.draft_costs import StepCosts, candidates
+from nwor.draft_costs import StepCosts, settle
 from nwor.errors import ConfigError
 from nwor.fast_paths import FastPaths
 from nwor.modes import Mode
@@ -140,27 +140,8 @@ class WorkerState:
             ConfigError: if it is none of these.
 
         """
-        started, wanted = self.config.draft_tokens, wanted.strip()
-        if started is None:
-            raise ConfigError(
-                "the number of draft tokens was fixed when the engine was started: restart it with "
-                "--num-speculative-tokens auto"
-            )
-        known = candidates(started.least, started.most)
-        if wanted.isdecimal():
-            fits, wanted = int(wanted) <= started.most, str(int(wanted))
-            prepared = int(wanted) in (0, *known)
-        else:
-            bounds = started if wanted == "auto" else DraftBounds.parse(wanted)
-            fits, wanted = started.least <= bounds.least and bounds.most <= started.most, str(bounds)
-            prepared = any(bounds.least <= number <= bounds.most for number in known)
-        if not fits:
-            raise ConfigError(
-                f"draft tokens {wanted} lie outside of {started}, with which the engine was started"
-            )
-        if not prepared:
-            numbers = ", ".join(map(str, known))
-            raise ConfigError(f"there are no CUDA graphs for draft tokens {wanted}: the engine has {numbers}")
+        started = self.config.draft_tokens
+        wanted = settle(started, wanted)
         old, self.draft_tokens = self.draft_tokens or str(started), wanted
         self.forget_facts()
         return old

@@ -56,7 +56,6 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
     mended_answers.install(app.state)
     beam_search.install(app.state, engine)
     acceptance.install(app.state)
-    openapi_document.install(app)
-    # Made now and kept: the first to ask would hold up all others for a second.
-    app.openapi()
+    # Made now and kept by the application: the first to ask would hold up all others for a second.
+    openapi_document.complete(app.openapi())
     return app

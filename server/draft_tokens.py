@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
@@ -97,6 +96,8 @@ def why_not_auto(args: argparse.Namespace, method: str, device_type: str) -> str
         device_type: vLLM's name of the device.
 
     """
+    from vllm import envs
+
     if args.no_nwor:
         return "--no-nwor leaves NWOR out, which chooses: drop it, or give a number"
     if (unavailable := plugin.why_not()) is not None:
@@ -107,20 +108,18 @@ def why_not_auto(args: argparse.Namespace, method: str, device_type: str) -> str
         return "engines of data parallelism step together and need one number: give one"
     if args.pipeline_parallel_size > 1:
         return "pipeline stages need one number: give one"
-    if device_type == "cuda" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower() in _NO:
+    if device_type == "cuda" and envs.VLLM_USE_V2_MODEL_RUNNER is False:
         return (
             "model runner V1 has CUDA graphs for one number only: drop VLLM_USE_V2_MODEL_RUNNER=0, or give "
             "a number"
         )
+    if args.scheduler_cls is not None:
+        return "--scheduler-cls names a scheduler that does not choose: drop it, or give a number"
     config, flag = _configured(args), args.nwor_modes
     named = config.modes if config is not None else (flag or Mode.STAGE).split(",")
     if Mode.STAGE not in {word.strip().lower() for word in named}:
         return "only mode stage has graphs for other numbers: add stage to --nwor-modes, or give a number"
     return None
-
-
-#: What vLLM reads as false.
-_NO = ("0", "false")
 
 
 def _configured(args: argparse.Namespace) -> NworConfig | None:

@@ -87,9 +87,8 @@ def ratio_table(loads: dict[str, list[Record]]) -> list[str]:
         rows.append([load, str(rounds), *map(str, throughput), *map(str, times)])
     if len(loads) > 1:
         cells = [means.get(place) for place in range(2 * len(compared))]
-        rows.append(
-            ["geometric mean", "", *(number(statistics.geometric_mean(c), 3) if c else "-" for c in cells)]
-        )
+        said = [f"{number(statistics.geometric_mean(c), 3)} of {len(c)} loads" if c else "-" for c in cells]
+        rows.append(["geometric mean", "", *said])
     return table(head, rows)
 
 
@@ -137,7 +136,9 @@ def step_table(loads: dict[str, list[Record]]) -> list[str]:
                     *(number(_median(steps, kind, "median_ms"), 2) for kind in ("pure", "mixed")),
                     number(_median(steps, "mixed", "prompt_tokens"), 0),
                     number(figures.accepted(records, arm)[0], 3),
-                    f"{share:.2%}" if arm.startswith("stage") and not math.isnan(share) else "-",
+                    f"{share:.2%}"
+                    if arm.split("@")[0] in ("stage", "auto") and not math.isnan(share)
+                    else "-",
                     said,
                 ]
             )

@@ -159,7 +159,7 @@ def command(
     if speculation is not None:
         result += ["--speculative-config", json.dumps(speculation)]
     if chosen is not None:
-        settings = {"mode": modes[0], "modes": list(modes), "draft_tokens": str(DraftBounds(0, chosen))}
+        settings = {"mode": "stage", "modes": list(modes), "draft_tokens": str(DraftBounds(0, chosen))}
         result += ["--additional-config", json.dumps({"nwor": settings})]
     elif not stock:
         result += ["--nwor-mode", modes[0], "--nwor-modes", ",".join(modes)]
@@ -226,6 +226,7 @@ def running(
                     stderr=subprocess.STDOUT,
                     process_group=0,
                 )
+            # The arm that chooses its draft tokens has its mode in other settings, and no flag for it.
             mode = line[line.index("--nwor-mode") + 1] if "--nwor-mode" in line else ""
             servers[name] = Server(name, port, process, log, steps, key, mode=mode)
         _wait(servers, seconds)

@@ -206,13 +206,6 @@ SERVER_FAULT_LEDGER = (
         where="server.api.mended_answers",
     ),
     Patch(
-        target="fastapi.FastAPI.openapi",
-        why="vLLM's routes answer with statuses that their document does not have",
-        how="on the application: the document is completed when it is first asked for",
-        removal="when vLLM documents them",
-        where="server.api.openapi_document",
-    ),
-    Patch(
         target="vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search",
         why="a beam runs through end tokens other than the tokenizer's own",
         how="on the serving objects; log-probabilities of further end tokens are shown as the known one's",

@@ -74,6 +74,11 @@ class DraftTokensChange(BaseModel):
 Body = TypeVar("Body", bound=BaseModel)
 
 
+def sentence(text: str) -> str:
+    """Return an error's words as a sentence."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def parse(model: type[Body], body: bytes) -> Body:
     """Return what a body asks for.
 
@@ -106,6 +111,5 @@ def parse(model: type[Body], body: bytes) -> Body:
         elif error["type"] == "missing":
             message = f"The request body has no field {name!r}: {wanted}."
         else:
-            text = str(error["ctx"]["error"])
-            message = f"{text[0].upper()}{text[1:]}."
+            message = sentence(str(error["ctx"]["error"]))
         raise Refusal(HTTPStatus.BAD_REQUEST, message, "BadRequestError", name) from invalid

@@ -253,6 +253,7 @@ class Fleet:
         if not body["ranks_agree"]:
             ranks = (
                 f"rank {rank['rank']}: {rank['fault'] or rank['unsupported'] or rank['mode']}"
+                + (f", draft tokens {rank['draft_tokens']}" if rank.get("draft_tokens") else "")
                 for rank in body["ranks"]
             )
             outcome.problem = f"its ranks do not agree: {'; '.join(ranks)}"

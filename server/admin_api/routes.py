@@ -20,12 +20,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from nwor.config import NworConfig
 from nwor.counts.formulas import WindowCounts
+from nwor.draft_costs import settle
 from nwor.engine.eligibility import REASONS
 from nwor.engine.stats.metrics import NworStatLogger
 from nwor.engine.stats.peers import Peers
 from nwor.errors import ConfigError
-from nwor.worker_state import WorkerState
-from server.admin_api.bodies import DraftTokensChange, ModeChange, Refusal, parse
+from server.admin_api.bodies import DraftTokensChange, ModeChange, Refusal, parse, sentence
 from server.nwor_options import ADMIN_KEY_VARIABLE
 
 logger = logging.getLogger("vllm.nwor.admin")
@@ -161,14 +161,18 @@ class Admin:
                 param="mode",
             )
         async with self._peers.one_at_a_time():
-            asked = _asked(key_id)
-            engines = await self._call("nwor_set_mode", mode.value, asked)
-            first = min(engines[0], key=_rank)
-            change = {"old": first["old"], "new": first["new"], "step": first["step"]}
+            engines = await self._tell("nwor_set_mode", mode.value, key_id)
             if self._metrics is not None:
                 self._metrics.switched([_counting(answers) for answers in engines])
-            logger.info("Admin key %s %s (%s).", key_id, first["what"], asked["when"])
-        return {**change, "ranks": sum(map(len, engines))}
+        return _change(engines)
+
+    async def _tell(self, method: str, value: str, key_id: str) -> list[list[Any]]:
+        """Have every rank of every engine change something, and log who asked."""
+        asked = _asked(key_id)
+        engines = await self._call(method, value, asked)
+        what = min(engines[0], key=_rank)["what"]
+        logger.info("Admin key %s %s (%s).", key_id, what, asked["when"])
+        return engines
 
     def _draft_tokens(self, rank: Mapping[str, Any]) -> dict[str, Any]:
         """Return how many tokens are drafted and why, from what a rank says and the engines' explanations."""
@@ -201,19 +205,13 @@ class Admin:
         if self._config is None:
             raise Refusal(HTTPStatus.CONFLICT, _absent(), "ConflictError")
         try:
-            # The ranks' own verdict, on a state that nobody has.
-            WorkerState(self._config, self._config.mode).set_draft_tokens(wanted)
+            wanted = settle(self._config.draft_tokens, wanted)
         except ConfigError as error:
-            text = str(error)
-            message = f"{text[0].upper()}{text[1:]}."
-            raise Refusal(HTTPStatus.CONFLICT, message, "ConflictError", "draft_tokens") from error
+            raise Refusal(
+                HTTPStatus.CONFLICT, sentence(str(error)), "ConflictError", "draft_tokens"
+            ) from error
         async with self._peers.one_at_a_time():
-            asked = _asked(key_id)
-            engines = await self._call("nwor_set_draft_tokens", wanted, asked)
-            first = min(engines[0], key=_rank)
-            logger.info("Admin key %s %s (%s).", key_id, first["what"], asked["when"])
-        change = {"old": first["old"], "new": first["new"], "step": first["step"]}
-        return {**change, "ranks": sum(map(len, engines))}
+            return _change(await self._tell("nwor_set_draft_tokens", wanted, key_id))
 
     async def reset(self, key_id: str) -> dict[str, Any]:
         """Start the ranks' counters anew.
@@ -269,6 +267,12 @@ def _counting(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
     from its first rank.
     """
     return min((answer for answer in answers if answer["last_stage"]), key=_rank)
+
+
+def _change(engines: list[list[Any]]) -> dict[str, Any]:
+    """Return what a change came to, from all ranks' answers of all engines."""
+    first = min(engines[0], key=_rank)
+    return {**{name: first[name] for name in ("old", "new", "step")}, "ranks": sum(map(len, engines))}
 
 
 def _asked(key_id: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nwor.config import DraftBounds
+from nwor.draft_costs import settle
 from nwor.errors import ConfigError
 
 
@@ -63,22 +64,17 @@ def _no_draft_tokens(body: dict[str, Any], wanted: str) -> str | None:
             "--num-speculative-tokens auto"
         )
     try:
-        started = DraftBounds.parse(found["started_with"])
-        if wanted.isdecimal():
-            fits = int(wanted) <= started.most
-        else:
-            bounds = started if wanted == "auto" else DraftBounds.parse(wanted)
-            fits = started.least <= bounds.least and bounds.most <= started.most
+        settle(DraftBounds.parse(found["started_with"]), wanted)
     except ConfigError as error:
         return str(error)
-    return None if fits else f"draft tokens {wanted} lie outside of {started}, with which it was started"
+    return None
 
 
 def _has_draft_tokens(body: dict[str, Any], wanted: str) -> bool:
-    found = body.get("draft_tokens", {})
-    if wanted == "auto":
-        wanted = found.get("started_with", wanted)
-    return bool(found.get("setting") == wanted)
+    if _no_draft_tokens(body, wanted) is not None:
+        return False
+    found = body["draft_tokens"]
+    return bool(found["setting"] == settle(DraftBounds.parse(found["started_with"]), wanted))
 
 
 MODE = Setting(

@@ -109,13 +109,13 @@ class Admission:
             )
 
     def _check_responses(self, serving: Any) -> None:
-        """Have bounds checked as a response begins: its stream calls the engine after its status went out."""
+        """Have a streamed response checked as it begins: it calls the engine after its status went out."""
         create = serving.create_responses
 
         @functools.wraps(create)
         async def checked(request: Any, *args: Any, **kwargs: Any) -> Any:
-            if request.vllm_xargs:
-                self._check_bound(request.vllm_xargs)
+            if request.stream:
+                self.check(request.to_sampling_params(1, serving.default_sampling_params))
             return await create(request, *args, **kwargs)
 
         serving.create_responses = checked

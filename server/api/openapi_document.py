@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 
@@ -24,18 +23,6 @@ _MEDIA = "A file that the request refers to, such as an image, cannot be process
 _HEALTH = ("/health", "/ping")
 #: These may be sent files, where the model takes any.
 _WITH_FILES = ("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages")
-
-
-def install(app: FastAPI) -> None:
-    """Have ``app.openapi()`` return the completed document."""
-    original = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            complete(original())
-        return original()
-
-    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def complete(document: dict[str, Any]) -> None:

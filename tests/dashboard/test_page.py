@@ -123,9 +123,12 @@ def test_a_choice_of_draft_tokens_is_shown_over_time(stand_in: StandIn, visit: S
         stand_in.metrics.choose(2, [0.5, 0.25, 0.12, 0.06])
         wait(page, "#drafts-text", "2 now")
     wait(page, "#chart-estimates .legend", "25.0 %")
-    page.wait_for_function(
-        "() => /^2\\.0$/.test(document.querySelector('#chart-drafts .legend dd').textContent)", timeout=SOON
-    )
+
+    def averages_two() -> bool:
+        stand_in.metrics.choose(2, [0.5, 0.25, 0.12, 0.06])
+        return page.locator("#chart-drafts .legend dd").inner_text() == "2.0"
+
+    wait_until(averages_two, SOON / 1000, "the average is 2.0")
     assert re.match(r"M[\d.]+ [\d.]+", drawn(page, "chart-drafts"))
     stand_in.metrics.choose(0, [0.1, 0.0, 0.0, 0.0], auto=False, without=65.0)
     wait(page, "#drafts-text", "0 now, fixed at present; none for 65 s.")

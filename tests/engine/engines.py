@@ -50,7 +50,8 @@ def start(**settings: Any) -> Any:
 
     from nwor.engine.plugin import register
 
-    # An engine that starts collects garbage seven times; vLLM's modules are none.
+    # An engine that starts collects garbage seven times; vLLM's modules are none, the engine before is.
+    gc.collect()
     gc.freeze()
     if AHEAD:
         schedule_asynchronously()

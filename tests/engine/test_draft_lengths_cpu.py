@@ -1,4 +1,4 @@
-"""Claim: whatever number of drafts each step is given, tokens are those of an engine without speculation.
+"""Claim: whatever number of drafts each step is given, tokens are those of an engine without a drafter.
 
 Coverage: the demo model through vLLM's engine in float32; numbers of drafts drawn anew for each step, 0 among
 them; modes `off`, `stage` and `cow` and switches between them; chunked prompts.
@@ -24,17 +24,29 @@ BOUNDS = DraftBounds(0, 6)
 PROMPTS, NEW_TOKENS = (4, 10) if V2 else (24, 32)
 
 
+COMMON = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 128}
+
+
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
+def make() -> Iterator[Any]:
     with engines.one_at_a_time() as make:
-        yield make(
-            additional_config={"nwor": {"mode": "off", "draft_tokens": str(BOUNDS)}},
-            max_num_seqs=8,
-            max_num_batched_tokens=64,
-            num_gpu_blocks_override=128,
-            speculative_config=engines.eagle(BOUNDS.most)
-            | {"num_speculative_tokens_per_batch_size": BOUNDS.schedule},
-        )
+        yield make
+
+
+@pytest.fixture(scope="module")
+def expected(make: Any) -> list[list[int]]:
+    """What comes without a drafter."""
+    return _run(make(**COMMON, speculative_config=None))
+
+
+@pytest.fixture(scope="module")
+def engine(make: Any, expected: Any) -> Any:
+    return make(
+        **COMMON,
+        additional_config={"nwor": {"mode": "off", "draft_tokens": str(BOUNDS)}},
+        speculative_config=engines.eagle(BOUNDS.most)
+        | {"num_speculative_tokens_per_batch_size": BOUNDS.schedule},
+    )
 
 
 def _scheduler(llm: Any) -> NworScheduling:
@@ -56,22 +68,30 @@ class Drawn:
         return self.made[-1]
 
 
-def _run(llm: Any, mode: str, numbers: Any, switches: bool = False) -> list[list[int]]:
-    """Return the tokens of all prompts."""
+def _run(llm: Any, mode: str = "", numbers: Any = None, switches: bool = False) -> list[list[int]]:
+    """Return the tokens of all prompts.
+
+    Args:
+        llm: an engine.
+        mode: put in force before; empty leaves it.
+        numbers: draft tokens by the number of requests, read in each step.
+        switches: whether the mode changes on the way.
+
+    """
     from vllm import SamplingParams
 
-    for answer in llm.collective_rpc("nwor_set_mode", args=(mode,)):
-        assert answer["new"] == mode
-    scheduler = _scheduler(llm)
+    if mode:
+        for answer in llm.collective_rpc("nwor_set_mode", args=(mode,)):
+            assert answer["new"] == mode
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     before = scheduler.dynamic_sd_lookup
     scheduler.dynamic_sd_lookup = numbers
     modes = random.Random(5)
-    names = []
     try:
         for number in range(PROMPTS):
             words = [(number * 31 + place * 7) % 900 + 40 for place in range(6 + 9 * (number % 8))]
             params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS + number % 5, ignore_eos=True)
-            names.append(llm.llm_engine.add_request(f"{mode}-{number}", {"prompt_token_ids": words}, params))
+            llm.llm_engine.add_request(str(number), {"prompt_token_ids": words}, params)
         found: dict[str, list[int]] = {}
         while llm.llm_engine.has_unfinished_requests():
             if switches and modes.random() < 0.3:
@@ -81,13 +101,7 @@ def _run(llm: Any, mode: str, numbers: Any, switches: bool = False) -> list[list
                     found[output.request_id] = list(output.outputs[0].token_ids)
     finally:
         scheduler.dynamic_sd_lookup = before
-    return [found[f"{mode}-{number}"] for number in range(PROMPTS)]
-
-
-@pytest.fixture(scope="module")
-def expected(engine: Any) -> list[list[int]]:
-    """What comes without drafts."""
-    return _run(engine, "off", [0] * 64)
+    return [found[str(number)] for number in range(PROMPTS)]
 
 
 @pytest.mark.parametrize("mode", ["off", "stage", "cow", "switched"])
@@ -105,8 +119,8 @@ def test_tokens_do_not_depend_on_the_numbers(engine: Any, expected: list[list[in
     assert counts["direct_windows"] == before["direct_windows"] or mode in ("off", "switched")
     # Numbers of all kinds were in fact used.
     assert set(numbers.made) == set(range(BOUNDS.least, BOUNDS.most + 1))
-    new = _scheduler(llm)._nwor_drain()
-    assert new is None or not new.mismatches
+    # The scheduler compares each step's and each request's figures with vLLM's, and logs where they differ.
+    assert _scheduler(llm)._nwor_logged == set()
 
 
 def test_the_scheduler_asks_nwor(engine: Any) -> None:

@@ -14,4 +14,5 @@ pytestmark = [pytest.mark.engine, pytest.mark.skipif(AHEAD, reason="runs only be
 
 
 def test_on_model_runner_v1_with_steps_ahead() -> None:
-    run_again("exactness_cpu faults_cpu switches_cpu mixed_steps_cpu", "v1-ahead", "pytest")
+    files = "exactness_cpu faults_cpu switches_cpu mixed_steps_cpu request_bounds_cpu draft_lengths_cpu"
+    run_again(files, "v1-ahead", "pytest")

@@ -39,7 +39,8 @@ def engine() -> Iterator[Any]:
         yield make(
             tensor_parallel_size=RANKS,
             distributed_executor_backend="mp",
-            **engines.PROBED,
+            # Blocks of the size that a server has on a CPU.
+            **engines.PROBED | {"block_size": 128},
         )
 
 

@@ -17,12 +17,22 @@ import pytest
 from server import demo
 from tests.random_requests import Generator, RandomRequest, Seen, send
 from tests.server_process import DEMO_MODEL, ServerProcess
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
-SEED = 20_261_125
+SEED = 20_261_126
 AT_ONCE = 6
 GROUPS = 16
+#: Every field that the generator knows.
+FIELDS = {
+    "allowed_token_ids", "bad_words", "echo", "frequency_penalty", "ignore_eos",
+    "include_stop_str_in_output", "input", "logit_bias", "logprob_token_ids", "logprobs",
+    "max_output_tokens", "max_tokens", "messages", "min_p", "min_tokens", "model", "n",
+    "presence_penalty", "prompt", "prompt_logprobs", "repetition_penalty", "response_format",
+    "return_token_ids", "seed", "skip_special_tokens", "stop", "stop_token_ids", "structured_outputs",
+    "temperature", "top_k", "top_logprobs", "top_p", "truncate_prompt_tokens",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +76,11 @@ def compare(request: RandomRequest, seen: Seen, again: Seen, expected: Seen) -> 
 def test_random_requests(servers: tuple[ServerProcess, ServerProcess]) -> None:
     tested, reference = servers
     generator, wrong, statuses = Generator(SEED), [], {200: 0, 400: 0}
+    fields: set[str] = set()
     with tested.client() as http, reference.client() as plain, ThreadPoolExecutor(3 * AT_ONCE) as pool:
         for _ in range(GROUPS):
             requests = [generator.make() for _ in range(AT_ONCE)]
+            fields.update(*(request.body for request in requests))
             seen = [pool.submit(send, http, request, stream=request.stream) for request in requests]
             again = [pool.submit(send, http, request) for request in requests]
             expected = [pool.submit(send, plain, request) for request in requests]
@@ -77,14 +89,15 @@ def test_random_requests(servers: tuple[ServerProcess, ServerProcess]) -> None:
                 statuses[one.status] = statuses.get(one.status, 0) + 1
                 problem = compare(request, one, other, right)
                 if problem is not None:
-                    wrong.append((problem, request, one, right))
+                    wrong.append((problem, request, one, other, right))
     assert not wrong, "\n\n".join(
-        f"{problem}: {request}\n  {one}\n  {right}" for problem, request, one, right in wrong[:8]
+        "\n  ".join(map(str, (f"{problem}: {request}", *answers))) for problem, request, *answers in wrong[:8]
     )
     assert statuses[200] > statuses[400]
+    assert fields == FIELDS
     assert httpx.get(f"{tested.url}/health", timeout=10).status_code == 200
     for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
-        assert tested.total(gauge) == 0
+        wait_until(lambda gauge=gauge: tested.total(gauge) == 0, 30, gauge)
     assert tested.total("nwor_accounting_mismatches_total") == 0
     # Constraints that cancel out on the way are a client's; nothing else may fail.
     failed = tested.metric("nwor_failed_requests_total")

@@ -32,6 +32,8 @@ from benchmarks.serving.__main__ import parse
 from benchmarks.serving.stream import FailedError, Stream, payload
 from benchmarks.serving.summary import Timeline
 
+RESULTS = Path(report.__file__).parent / "results"
+
 LENGTHS = plan.parse_lengths("64/32", 1024)
 
 
@@ -320,7 +322,10 @@ def test_the_report_has_every_load_and_the_means(tmp_path: Path) -> None:
     ]
     text = report.markdown(_document(*records))
     assert text.index("| c1 |") < text.index("| c16 |") < text.index("| p12 |")
-    assert "| geometric mean |  | 1.020 | 1.100 | 1.078 | 1.020 | 1.100 | 1.078 |" in text
+    assert (
+        "| geometric mean |  | 1.020 of 2 loads | 1.100 of 2 loads | 1.078 of 2 loads "
+        "| 1.020 of 3 loads | 1.100 of 3 loads | 1.078 of 3 loads |"
+    ) in text
     assert "99.00% | why 2" in text
     path = tmp_path / "plot.svg"
     pytest.importorskip("matplotlib")
@@ -344,6 +349,19 @@ def test_commands_differ_in_the_server_alone() -> None:
     assert ours[ours.index("--nwor-modes") + 1] == "off,stage"
     assert servers.environment("stock@4", "", None, None)["NWOR_DISABLE"] == "1"
     assert "NWOR_DISABLE" not in servers.environment("nwor@4", "key", None, None)
+
+
+def test_the_arm_that_chooses_its_draft_tokens() -> None:
+    arm = plan.parse_arm("auto", 4)
+    assert (arm.server, arm.mode, arm.k, arm.chosen) == ("nwor@auto", "stage", 8, True)
+    config = models.speculation(Path("d"), "eagle", arm.k, "heads", arm.chosen)
+    assert config is not None
+    assert config["num_speculative_tokens"] == len(config["synthetic_acceptance_rates"]) == 8
+    assert config["num_speculative_tokens_per_batch_size"] == [(1, 1, 0), (2, 2, 4)]
+    line = servers.command(arm.server, Path("m"), config, [], ["off", "stage"], arm.k)
+    settings = json.loads(line[line.index("--additional-config") + 1])["nwor"]
+    assert settings == {"mode": "stage", "modes": ["off", "stage"], "draft_tokens": "auto:0-8"}
+    assert "--nwor-mode" not in line
 
 
 def test_the_command_line_is_checked(tmp_path: Path) -> None:
@@ -495,3 +513,10 @@ async def test_arrivals_go_on_until_those_of_the_window_have_ended() -> None:
     start, end = found["window"]
     assert found["requests"] == sum(start < one.sent <= end for one in loader.timelines)
     server.close()
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_pages_of_results_are_made_from_them(path: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made.md"
+    assert report.main([str(path), "--markdown", str(made)]) == 0
+    assert made.read_text("utf-8") == path.with_suffix(".md").read_text("utf-8")

@@ -15,7 +15,7 @@ import pytest
 
 from nwor.config import DraftBounds
 from nwor.counts.records import StepRecord, Treatment, WorkerFacts
-from nwor.draft_costs import StepCosts, candidates
+from nwor.draft_costs import StepCosts, candidates, settle
 from nwor.engine.draft_lengths import policy as policies
 from nwor.engine.draft_lengths.acceptance import AcceptanceEstimate
 from nwor.engine.draft_lengths.lookup import DraftLengths
@@ -188,10 +188,23 @@ def test_one_request_brings_enough_windows_to_a_probe() -> None:
     assert {len(run) for run in runs} == {policies.PROBE_WINDOWS}
 
 
-def test_narrow_bounds_without_a_candidate_take_the_nearest() -> None:
-    policy = DraftLengthPolicy(DraftBounds(5, 5), BOUNDS)
-    policy.take_costs(_costs())
-    assert policy.choose(4) in (4, 6)
+def test_the_fixed_number_lies_within_narrower_bounds() -> None:
+    lengths = DraftLengths(BOUNDS)
+    lengths.follow(WorkerFacts("off", 0, 1, None, "auto:5-6"))
+    assert lengths[4] == 6
+
+
+@pytest.mark.parametrize("wanted", ["5", "7", "auto:5-5", "auto:7-7"])
+def test_numbers_without_graphs_are_refused(wanted: str) -> None:
+    with pytest.raises(ConfigError, match="no CUDA graphs"):
+        settle(BOUNDS, wanted)
+
+
+def test_settings_come_to_one_form() -> None:
+    assert settle(BOUNDS, " AUTO ") == str(BOUNDS)
+    assert settle(BOUNDS, "03") == "3"
+    assert settle(DraftBounds(1, 8), "0") == "0"
+    assert settle(BOUNDS, "auto:5-6") == "auto:5-6"
 
 
 def test_costs_never_fall_beyond_what_was_measured() -> None:

@@ -34,7 +34,8 @@ def document() -> dict[str, Any]:
     @app.get("/version")
     def version() -> None: ...
 
-    openapi_document.install(app)
+    openapi_document.complete(app.openapi())
+    # What the application keeps was completed.
     assert app.openapi() is app.openapi()
     return app.openapi()
 

@@ -34,7 +34,7 @@ def settle(*flags: str, device: str = "cuda", **vllm: Any) -> argparse.Namespace
     defaults: dict[str, Any] = {
         **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens", "uds", "api_key")),
         **{"model": "owner/default", "data_parallel_size": 1, "pipeline_parallel_size": 1, "port": 8000},
-        **{"additional_config": None},
+        **{"additional_config": None, "scheduler_cls": None},
     }
     for name, value in {**defaults, **vllm}.items():
         setattr(args, name, value)
@@ -90,6 +90,7 @@ NOWHERE = [
     ((), {"additional_config": {"nwor": {"modes": ["off"], "mode": "off"}}}, "add stage to --nwor-modes"),
     ((), {"data_parallel_size": 2}, "data parallelism"),
     ((), {"pipeline_parallel_size": 2}, "pipeline stages"),
+    ((), {"scheduler_cls": "my.Scheduler"}, "--scheduler-cls"),
 ]
 
 

@@ -64,16 +64,15 @@ class DraftLengthPolicy:
         self.bind(bounds)
 
     def bind(self, bounds: DraftBounds) -> None:
-        """Choose within other bounds from now on."""
+        """Choose within other bounds from now on; at least one candidate of the start lies within them."""
         self.bounds = bounds
-        inside = [k for k in self._all if bounds.least <= k <= bounds.most]
-        self._candidates = inside or [self.nearest(bounds.fixed)]
+        self._candidates = [k for k in self._all if bounds.least <= k <= bounds.most]
         self._until_look = 0
         self._until_probe = PROBE_EVERY
 
     def nearest(self, drafts: int) -> int:
-        """Return the number nearest to ``drafts`` that graphs and costs are there for."""
-        return min(self._all, key=lambda known: abs(known - drafts))
+        """Return the candidate nearest to ``drafts``: graphs and costs are there for it."""
+        return min(self._candidates, key=lambda known: abs(known - drafts))
 
     def take_costs(self, costs: StepCosts) -> None:
         """Choose by these costs from now on."""

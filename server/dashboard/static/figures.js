@@ -61,7 +61,7 @@ export function read(samples) {
     modes: [...modes],
     running: sum("vllm:num_requests_running"),
     waiting: sum("vllm:num_requests_waiting"),
-    cacheUse: caches.length ? sum("vllm:kv_cache_usage_perc") / caches.length : null,
+    cacheUse: mean(caches),
     // Where the engine chooses its draft tokens: what is chosen, whether by itself, and what it expects.
     chosen: mean(of("nwor_draft_tokens_chosen")),
     auto: of("nwor_draft_tokens_auto").some((s) => s.value === 1),

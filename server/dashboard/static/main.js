@@ -151,12 +151,12 @@ function renderChoice(now) {
   if (!now.hasChoice) return;
   if (!charts.has("chart-drafts")) addDrafts();
   if (now.estimates.length && !charts.has("chart-estimates")) addEstimates(now.estimates.length);
-  const drafts =
-    now.chosen === null ? "No step yet" : `${now.chosen.toFixed(Number.isInteger(now.chosen) ? 0 : 1)} now`;
+  if (now.chosen === null) return setText("drafts-text", "No step yet.");
+  const drafts = `${now.chosen.toFixed(Number.isInteger(now.chosen) ? 0 : 1)} now`;
   const who = now.auto ? "chosen by the engine" : "fixed at present";
   const long = now.without < 3600 ? format.duration(now.without * 1000) : "more than an hour";
   const without = now.without >= 1 ? `; none for ${long}` : "";
-  setText("drafts-text", now.chosen === null ? `${drafts}.` : `${drafts}, ${who}${without}.`);
+  setText("drafts-text", `${drafts}, ${who}${without}.`);
 }
 
 /** Fetch; null with words in `problem` where nothing usable came. */
