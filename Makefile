@@ -6,6 +6,8 @@ DEVICE ?= cpu
 ifeq ($(filter $(DEVICE),cpu cuda),)
 $(error DEVICE is $(DEVICE), wanted cpu or cuda)
 endif
+# Which lock file of deploy/requirements the environment is made from: `LOCK=cuda-0.33` has vLLM 0.33.
+LOCK   ?= $(DEVICE)
 VENV   ?= $(if $(filter cuda,$(DEVICE)),.venv-cuda,.venv)
 PYTHON ?= python3
 HOST   ?= 127.0.0.1
@@ -35,12 +37,13 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export DO_NOT_TRACK ?= 1
 
-.PHONY: help serve test test-gpu verify-gpu lint format types lock cuda cuda-check wheel sbom bench-server setup setup-dev clean distclean
+.PHONY: help serve test test-host-0.33 test-gpu verify-gpu lint format types lock cuda cuda-check wheel sbom bench-server setup setup-dev clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve    set up, build and serve the bundled demo model on http://$(HOST):$(PORT)"
 	@echo "make test     set up, build and run all tests that need no GPU"
+	@echo "make test-host-0.33  unit tests of the host's code beside vLLM 0.33's files"
 	@echo "make test-gpu the same on NVIDIA GPUs: their tests, compute-sanitizer, benchmarks; docs/release.md"
 	@echo "              (make serve DEVICE=cuda serves on one)"
 	@echo "make lint     ruff, check and format      make types   mypy --strict"
@@ -57,6 +60,19 @@ serve: setup
 # Each server and each lane would compile the same sources again where no bytecode may be written.
 test: setup-dev
 	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(LANES) --dist loadscope --durations 25 -rs $(TESTS)
+
+# Unit tests of the host's code beside vLLM 0.33's own Python files, which run on a CPU where they start no engine.
+# There is no build of 0.33 for CPUs, so all but its files is what the environment has for 0.32.
+HOST_0_33 := build/vllm-0.33
+HOST_TESTS = $(shell grep -lE "^ *(from|import) (vllm|nwor\.engine|server)\b" tests/unit/test_*.py)
+test-host-0.33: setup-dev $(HOST_0_33)/.stamp
+	env VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(abspath $(HOST_0_33)) NWOR_TESTS_REQUIRE= \
+		$(PY) -m pytest -n $(LANES) --dist loadscope -rs $(HOST_TESTS)
+
+$(HOST_0_33)/.stamp: $(LOCKS)/vllm-0.33.txt | $(STAMPS)/venv
+	rm -rf $(HOST_0_33)
+	$(PIP) install --no-deps --require-hashes --target $(HOST_0_33) -r $<
+	@touch $@
 
 # Everything that shows a build to be right and fast on GPUs, with a record of it: see docs/release.md.
 test-gpu:
@@ -118,7 +134,7 @@ $(STAMPS)/torch: Makefile | $(STAMPS)/venv
 	@touch $@
 
 $(STAMPS)/runtime: | $(if $(filter cuda,$(DEVICE)),$(STAMPS)/venv,$(STAMPS)/torch)
-$(STAMPS)/runtime: $(LOCKS)/$(DEVICE).txt
+$(STAMPS)/runtime: $(LOCKS)/$(LOCK).txt
 	$(PIP) install --no-deps --require-hashes -r $<
 	@touch $@
 
@@ -144,6 +160,8 @@ lock: $(STAMPS)/dev
 	$(UV_LOCK) $(LOCKS)/cpu.in --override $(LOCKS)/overrides.txt --no-emit-package torch \
 		--no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec -o $(LOCKS)/cpu.txt
 	$(UV_LOCK) $(LOCKS)/cuda.in -o $(LOCKS)/cuda.txt
+	$(UV_LOCK) $(LOCKS)/cuda-0.33.in -o $(LOCKS)/cuda-0.33.txt
+	$(UV_LOCK) $(LOCKS)/vllm-0.33.in --no-deps -o $(LOCKS)/vllm-0.33.txt
 	$(UV_LOCK) $(LOCKS)/build.in -c $(LOCKS)/cpu.txt -o $(LOCKS)/build.txt
 	$(UV_LOCK) $(LOCKS)/dev.in -c $(LOCKS)/cpu.txt -c $(LOCKS)/build.txt -o $(LOCKS)/dev.txt
 

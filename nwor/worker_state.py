@@ -33,7 +33,7 @@ class WorkerState:
 
     Attributes:
         config: the settings that the engine was started with.
-        mode: the mode in force.
+        mode: the mode that was asked for; :attr:`mode_in_force` is what comes of it.
         token_bytes: bytes that one token takes in all staged layers of this rank.
         source_token_bytes: bytes of the same token's keys and values as the forward pass makes them.
         ranks: ranks of a pipeline stage; each of them holds a share of every token and sees every request.
@@ -57,6 +57,7 @@ class WorkerState:
         fast_paths: what is shortened of vLLM's own code here, in every mode.
         draft_tokens: draft tokens as they were asked for while the engine ran, a number or bounds; empty
             where the settings hold.
+        draft_vocabulary: how many ``tokens`` are drafted ``of`` those that the model has; None where all are.
         draft_costs: what steps cost by their draft tokens, as measured at the start; None where that was not.
         draft_costs_why_not: why it was not; None where it was, or where the number of draft tokens is fixed.
         changes: the latest changes that somebody asked for, oldest first: when, by which key, what.
@@ -85,6 +86,7 @@ class WorkerState:
     mixed_graphs_why_not: str | None = "not captured"
     windows: int = 0
     draft_tokens: str = ""
+    draft_vocabulary: dict[str, int] | None = None
     draft_costs: StepCosts | None = None
     draft_costs_why_not: str | None = None
     changes: list[dict[str, str]] = field(default_factory=list)
@@ -99,6 +101,11 @@ class WorkerState:
     def __post_init__(self) -> None:
         """Start with the fast paths as the settings have them."""
         self.fast_paths = FastPaths(self.config)
+
+    @property
+    def mode_in_force(self) -> Mode:
+        """The mode that steps run in: ``off`` where nothing can be staged, whatever was asked for."""
+        return Mode.OFF if self.unsupported is not None else self.mode
 
     @property
     def graphs_mode(self) -> Mode:
@@ -208,7 +215,11 @@ class WorkerState:
         """What rides home with each step; a new object after a switch."""
         if self._facts is None:
             self._facts = WorkerFacts(
-                self.mode.value, self.switches, self.engine_token_bytes, self.earlier, self.draft_tokens
+                self.mode_in_force.value,
+                self.switches,
+                self.engine_token_bytes,
+                self.earlier,
+                self.draft_tokens,
             )
         return self._facts
 
@@ -262,7 +273,8 @@ class WorkerState:
     def report(self) -> dict[str, Any]:
         """Return the state as plain JSON values."""
         return {
-            "mode": self.mode.value,
+            "mode": self.mode_in_force.value,
+            "mode_asked": self.mode.value,
             "modes": [mode.value for mode in self.config.modes],
             "token_bytes": self.token_bytes,
             "ranks": self.ranks,
@@ -284,6 +296,7 @@ class WorkerState:
             },
             "draft_costs": None if self.draft_costs is None else self.draft_costs.plain(),
             "draft_costs_why_not": self.draft_costs_why_not,
+            "draft_vocabulary": self.draft_vocabulary,
             "draft_tokens": self.draft_tokens or str(self.config.draft_tokens or ""),
             "changes": self.changes,
             "counts": self.counts.plain(),

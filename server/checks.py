@@ -11,8 +11,10 @@ import stat
 from collections.abc import Sequence
 from typing import NoReturn
 
+from server.drafters import METHODS
 from server.errors import StartupError, UsageError
-from server.models import check_draft, check_model, is_local
+from server.models import check_model, is_local
+from server.speculation import check_fit
 
 
 class _QuietParser(argparse.ArgumentParser):
@@ -36,6 +38,7 @@ def prescan(argv: Sequence[str]) -> argparse.Namespace:
     parser = _QuietParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model")
     parser.add_argument("--draft")
+    parser.add_argument("--speculative-method", choices=list(METHODS))
     parser.add_argument("--demo", action="store_true")
     parser.add_argument("--host")
     parser.add_argument("--port", type=int, default=8000)
@@ -52,7 +55,7 @@ def prescan(argv: Sequence[str]) -> argparse.Namespace:
         if args.draft is not None:
             check_model(args.draft, "draft")
         if args.model is not None and args.draft is not None and is_local(args.model):
-            check_draft(args.model, args.draft)
+            check_fit(args.model, args.draft, args.speculative_method)
         if args.model is not None or args.demo:
             check_port(args.host, args.port, args.uds)
     return args

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+from nwor.engine import vllm_features
 from nwor.version import __version__
-from server import environment
+from server import environment, token_counts
 from server.admin_api.settings import SETTINGS
 from server.api_servers.count import resolve_processes
 from server.checks import check_port, prescan
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(version.report())
         return 0
+    if arguments[:1] == [token_counts.COMMAND]:
+        return token_counts.main(arguments[1:])
     if (setting := SETTINGS.get(next(iter(arguments), ""))) is not None:
         from server.admin_api import cli as admin_cli
 
@@ -90,7 +93,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         StartupError: the line cannot be served; the message says what to do.
 
     """
-    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.platforms import current_platform
 
     # Without a device, vLLM's parser cannot even name its defaults.
@@ -99,7 +101,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     default_model = parser.get_default("model")
     try:
         args = parser.parse_args(list(argv))
-        validate_parsed_serve_args(args)
+        vllm_features.cli_args().validate_parsed_serve_args(args)
     except (ValueError, TypeError, AssertionError) as error:
         raise UsageError(str(error)) from error
     resolve_models(args, default_model, current_platform.device_type)
@@ -120,7 +122,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of every flag: vLLM's for engine and front end, and ours in their own group."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
@@ -129,7 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
         def error(self, message: str) -> NoReturn:
             raise UsageError(_explain(message, self._option_string_actions))
 
-    parser: argparse.ArgumentParser = make_arg_parser(
+    parser: argparse.ArgumentParser = vllm_features.cli_args().make_arg_parser(
         Parser(
             prog=PROG,
             usage=f"{PROG} MODEL [--draft DRAFT] [options]\n       {PROG} --demo [options]",

@@ -6,14 +6,16 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from server.errors import StartupError
 
-SpeculativeMethod = Literal["eagle", "eagle3"]
-
 # Keys under which a config.json may nest the settings of the language model.
 _NESTED = ("text_config", "transformer_layer_config", "model")
+# How the width of a drafter's target is named, in the order in which they count.
+_TARGET_WIDTHS = ("target_hidden_size", "backbone_hidden_size")
+# Methods whose drafters read tokens alone.
+_OWN_STATES = ("draft_model", "pard")
 
 
 @dataclass(frozen=True)
@@ -111,51 +113,47 @@ def read_shape(config: dict[str, Any]) -> ModelShape:
     return ModelShape(
         vocab_size=figure("vocab_size"),
         hidden_size=figure("hidden_size"),
-        target_hidden_size=figure("target_hidden_size"),
+        target_hidden_size=next(filter(None, map(figure, _TARGET_WIDTHS)), None),
         architectures=tuple(str(name) for name in config.get("architectures") or ()),
     )
 
 
-def check_draft(model: str, draft: str) -> None:
-    """Check that an EAGLE head fits its target, as far as both can be read here.
+def check_draft(model: str, draft: str, method: str) -> None:
+    """Check that a drafter fits its target, as far as both can be read here.
+
+    Args:
+        model: the target.
+        draft: the drafter.
+        method: how it drafts, as :mod:`server.drafters` names it.
 
     Raises:
-        StartupError: the vocabularies or the hidden sizes differ.
+        StartupError: the vocabularies differ, or the width of the hidden states that the drafter reads.
 
     """
     target_config, draft_config = read_config(model), read_config(draft)
     if target_config is None or draft_config is None:
         return
-    target, head = read_shape(target_config), read_shape(draft_config)
-    advice = "pass the EAGLE head that was trained for this model"
-    if None not in (target.vocab_size, head.vocab_size) and target.vocab_size != head.vocab_size:
+    target, drafter = read_shape(target_config), read_shape(draft_config)
+    reads_states = method not in _OWN_STATES
+    advice = (
+        "pass the drafter that was trained for this model"
+        if reads_states
+        else "pass a draft model with the vocabulary of this one"
+    )
+    # Medusa heads have the target's, whatever they say.
+    if method != "medusa" and _differ(target.vocab_size, drafter.vocab_size):
         raise StartupError(
-            f"the draft {draft!r} does not fit the model: its vocab_size is {head.vocab_size}, "
+            f"the draft {draft!r} does not fit the model: its vocab_size is {drafter.vocab_size}, "
             f"the model's is {target.vocab_size}: {advice}"
         )
-    # An EAGLE-3 head may be narrower than its target; it then says which width it reads.
-    reads = head.target_hidden_size or head.hidden_size
-    if None not in (target.hidden_size, reads) and target.hidden_size != reads:
+    # A head may be narrower than its target; it then says which width it reads.
+    reads = drafter.target_hidden_size or drafter.hidden_size
+    if reads_states and _differ(target.hidden_size, reads):
         raise StartupError(
             f"the draft {draft!r} does not fit the model: its hidden_size is {reads}, "
             f"the model's is {target.hidden_size}: {advice}"
         )
 
 
-def guess_method(draft: str) -> SpeculativeMethod:
-    """Tell EAGLE-1 from EAGLE-3 by the draft's ``config.json``.
-
-    Raises:
-        StartupError: the draft cannot be read here, so the method must be given.
-
-    """
-    config = read_config(draft)
-    if config is None:
-        raise StartupError(
-            f"cannot tell which method the draft {draft!r} was trained for: "
-            "add --speculative-method eagle or eagle3"
-        )
-    names = " ".join(
-        [*read_shape(config).architectures, str(config.get("speculators_model_type", ""))]
-    ).lower()
-    return "eagle3" if "eagle3" in names or "eagle_aux_hidden_state_layer_ids" in config else "eagle"
+def _differ(one: int | None, other: int | None) -> bool:
+    return one is not None and other is not None and one != other

@@ -7,6 +7,7 @@ import os
 import sys
 
 from nwor.config import CONFIG_KEY, NworConfig
+from nwor.draft_vocabulary import METHODS
 from nwor.engine import plugin
 from nwor.errors import ConfigError
 from nwor.modes import Mode
@@ -25,6 +26,7 @@ _SETTINGS = {
     "no_fast_host": "fast_host",
     "no_fast_sampling": "fast_sampling",
     "max_grammar_seconds": "grammar_seconds",
+    "draft_vocabulary": "draft_vocabulary",
 }
 
 
@@ -80,6 +82,12 @@ def add_nwor_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="What compiling one grammar may take, in a process of its own; a longer one gets 400. "
         f"0 has no limit. Default: {NworConfig().grammar_seconds}.",
+    )
+    group.add_argument(
+        "--draft-vocabulary",
+        metavar="FILE|N|FILE:N",
+        help="Tokens that an EAGLE head drafts of, so that it reads a part of its output layer: a table that "
+        "`nwor-server count-tokens` wrote, its first N, or the tokenizer's first N. Answers stay the same.",
     )
     group.add_argument("--no-nwor", action="store_true", help="Leave NWOR out of the engine: stock vLLM.")
     group.add_argument(
@@ -143,7 +151,9 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool) -> None:
                 given["modes"] = [word for word in given["modes"].split(",") if word.strip()]
             if (chosen := getattr(args, "draft_tokens", None)) is not None:
                 given["draft_tokens"] = chosen
-            additional[CONFIG_KEY] = NworConfig.from_mapping(given).to_mapping()
+            config = NworConfig.from_mapping(given)
+            _check_draft_vocabulary(config, args)
+            additional[CONFIG_KEY] = config.to_mapping()
         elif speculates and not args.no_nwor:
             print(f"nwor-server: warning: serving without NWOR: {unavailable}", file=sys.stderr, flush=True)
     except ConfigError as error:
@@ -152,6 +162,17 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool) -> None:
     if not args.no_nwor:
         # Where the package is installed vLLM does this by itself.
         plugin.register()
+
+
+def _check_draft_vocabulary(config: NworConfig, args: argparse.Namespace) -> None:
+    choice = config.draft_vocabulary
+    if choice is None:
+        return
+    method = args.speculative_config.get("method")
+    if method is not None and method not in METHODS:
+        raise UsageError(f"--draft-vocabulary is for EAGLE heads, and drafts are by {method}: drop it")
+    if choice.path is not None:
+        choice.ids(sys.maxsize)  # whether it can be read
 
 
 def leaves_nwor_out(args: argparse.Namespace) -> bool:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from nwor.config import DEFAULT_DRAFT_TOKENS
-from server import draft_tokens
+from server.drafters import WITHOUT_MODEL
 from server.errors import StartupError, UsageError
-from server.models import check_draft, check_model, guess_method
+from server.models import check_model
 from server.nwor_options import leaves_nwor_out
 from server.processor import demo_dtype
+from server.speculation import add_draft_options, use_draft, vllm_speculation
 
 #: Title of our group in ``--help``.
 GROUP = "NworServer"
 
-#: A number, or "auto": where the engine cannot choose, the number is then ``DEFAULT_DRAFT_TOKENS``.
-DEFAULT_SPECULATIVE_TOKENS: int | str = DEFAULT_DRAFT_TOKENS
+#: Where neither the drafter says a number nor the engine chooses one.
+DEFAULT_SPECULATIVE_TOKENS = DEFAULT_DRAFT_TOKENS
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
 # Kubernetes kills 30 s after SIGTERM; this leaves the engine time to go down.
 DEFAULT_DRAIN_SECONDS = 25.0
@@ -84,23 +84,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     """Add our flags to a parser, in a group of their own."""
     group = parser.add_argument_group(title=GROUP, description="Flags of nwor-server, on top of vLLM's.")
     group.add_argument("--demo", action="store_true", help="Serve the bundled demo model and its EAGLE head.")
-    group.add_argument(
-        "--draft",
-        metavar="DRAFT",
-        help="Folder or Hugging Face id of the EAGLE head; turns speculative decoding on.",
-    )
-    group.add_argument(
-        "--num-speculative-tokens",
-        type=draft_tokens.parse,
-        metavar="N|auto|auto:LEAST-MOST",
-        help="Draft tokens per step: a number, or auto, which has the engine choose it for each step, within "
-        f"bounds where they are given. Default with a draft: {DEFAULT_SPECULATIVE_TOKENS}.",
-    )
-    group.add_argument(
-        "--speculative-method",
-        choices=["eagle", "eagle3"],
-        help="How the head was trained; told from its config.json when not given.",
-    )
+    add_draft_options(group, DEFAULT_SPECULATIVE_TOKENS)
     group.add_argument(
         "--drain-timeout",
         type=parse_seconds,
@@ -162,7 +146,7 @@ def resolve_models(args: argparse.Namespace, default_model: str | None = None, d
     else:
         args.model = given
     check_model(args.model, "model")
-    _use_draft(args, device_type)
+    use_draft(args, DEFAULT_SPECULATIVE_TOKENS, device_type)
 
 
 def _use_demo(args: argparse.Namespace) -> None:
@@ -172,45 +156,19 @@ def _use_demo(args: argparse.Namespace) -> None:
         args.model, draft = str(demo.model_path()), str(demo.draft_path())
     except FileNotFoundError as error:
         raise UsageError(str(error)) from error
-    if args.draft is None and not _vllm_speculation(args):
+    # Who names a method that needs no head, or vLLM's flags, is to have that.
+    if args.draft is None and args.speculative_method not in WITHOUT_MODEL and not vllm_speculation(args):
         args.draft = draft
-        args.speculative_method = args.speculative_method or demo.draft_method()
     if args.served_model_name is None:
         args.served_model_name = [DEMO_NAME]
     if args.kv_cache_memory_bytes is None:
         args.kv_cache_memory_bytes = DEMO_KV_CACHE_BYTES
 
 
-def _vllm_speculation(args: argparse.Namespace) -> str | None:
-    """Return the first of vLLM's own flags for speculation that is set."""
-    for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens"):
-        if getattr(args, name, None) is not None:
-            return "--" + name.replace("_", "-")
-    return None
-
-
-def _use_draft(args: argparse.Namespace, device_type: str) -> None:
-    args.draft_tokens = None
-    if args.draft is None:
-        for flag in ("num_speculative_tokens", "speculative_method"):
-            if getattr(args, flag) is not None:
-                raise UsageError(
-                    f"--{flag.replace('_', '-')} says how to draft, but there is no draft: add --draft"
-                )
-        return
-    if other := _vllm_speculation(args):
-        raise UsageError(f"--draft and {other} both configure speculative decoding: drop one of them")
-    check_model(args.draft, "draft")
-    check_draft(args.model, args.draft)
-    method = args.speculative_method or guess_method(args.draft)
-    lengths = draft_tokens.settle(args, method, DEFAULT_SPECULATIVE_TOKENS, device_type)
-    config: dict[str, Any] = {"method": method, "model": args.draft, **lengths}
-    args.speculative_config = config
-
-
 def speculates(args: argparse.Namespace) -> bool:
     """Whether the engine will speculate, by our flags or by vLLM's."""
-    return args.draft is not None or _vllm_speculation(args) is not None
+    flags = (args.draft, args.speculative_method, vllm_speculation(args))
+    return any(flag is not None for flag in flags)
 
 
 def use_reporting_scheduler(args: argparse.Namespace) -> None:

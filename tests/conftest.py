@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -16,7 +17,15 @@ settings.register_profile("nwor", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("nwor")
 
 
+#: Set, slow tests run too.
+SLOW = "NWOR_TESTS_SLOW"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get(SLOW):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason=f"slow: set {SLOW}=1"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -34,6 +34,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from benchmarks.engine import shapes
+from nwor.engine.vllm_features import steps_skip_drafts
 
 #: The token that ends a request.
 EOS = 1
@@ -162,6 +163,8 @@ def make_scheduler(folder: Path, setup: Setup, create: Callable[..., Scheduler])
         log_stats=True,
     )
     scheduler.use_v2_model_runner = setup.runner_v2
+    if steps_skip_drafts():
+        scheduler.can_skip_drafts = setup.runner_v2 and scheduler.num_lookahead_tokens > 0
     if setup.scheduled is not None:
         scheduler.max_num_scheduled_tokens = setup.scheduled
     if setup.stages > 1:
@@ -171,9 +174,9 @@ def make_scheduler(folder: Path, setup: Setup, create: Callable[..., Scheduler])
 
 
 @cache
-def _hasher(block_size: int) -> Callable[[Request], Any]:
-    """An engine has one for all of its requests."""
-    return get_request_block_hasher(block_size, sha256)
+def _hasher(block_size: int, ahead: int) -> Callable[[Request], Any]:
+    """An engine has one for all of its requests. Hashes look ahead with some releases of vLLM alone."""
+    return get_request_block_hasher(block_size, sha256, *([ahead] if ahead else []))
 
 
 def make_request(
@@ -194,7 +197,9 @@ def make_request(
 
     """
     sampling.update_from_generation_config({}, EOS)
-    hasher = _hasher(scheduler.hash_block_size) if scheduler.cache_config.enable_prefix_caching else None
+    hasher = None
+    if scheduler.cache_config.enable_prefix_caching:
+        hasher = _hasher(scheduler.hash_block_size, getattr(scheduler, "num_hash_lookahead_tokens", 0))
     return Request(name, list(prompt), sampling, None, arrival_time=0.0, block_hasher=hasher, **more)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nwor.engine.vllm_features import writes_own_cache
+
 
 @dataclass(frozen=True)
 class Reason:
@@ -41,6 +43,7 @@ REASONS: dict[str, Reason] = {
         "start", "attention that the verify kernel does not compute (ALiBi, non-causal, chunked local, ...)"
     ),
     "cache_format": Reason("start", "a cache format or layout that the kernels do not read"),
+    "capture": Reason("start", "an error in a layer while a CUDA graph of `stage` was captured"),
     "batch_order": Reason("step", "a window does not stand in the leading part of the batch"),
     "graph": Reason("step", "the step ran in a CUDA graph that was captured for direct writes only"),
     "fault": Reason("step", "an error while staging or committing; the window was finished by direct writes"),
@@ -84,7 +87,12 @@ def check_engine(vllm_config: Any, max_window: int) -> None:
     if model.use_mla:
         raise Unsupported("mla")
     if getattr(model, "is_mm_prefix_lm", False):
-        raise Unsupported("attention_feature", "images' tokens see one another in both directions")
+        # vLLM says so only where images may come.
+        raise Unsupported(
+            "attention_feature",
+            "images' tokens see one another in both directions; served for text alone "
+            "(--language-model-only) the model can be staged",
+        )
     if model.is_encoder_decoder:
         raise Unsupported("encoder_decoder")
     if vllm_config.kv_transfer_config is not None:
@@ -133,6 +141,8 @@ def check_layer(name: str, layer: Any, backend: Any) -> None:
             "attention_feature",
             f"layer {name} has metadata from {builder.__name__}, not from its backend's own",
         )
+    if writes_own_cache(layer):
+        raise Unsupported("attention_feature", f"layer {name} gets no K/V: the model writes its cache itself")
     check_impl(name, layer.impl)
 
 

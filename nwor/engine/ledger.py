@@ -108,7 +108,8 @@ OBJECT_LEDGER = (
     Patch(
         target="vllm.v1.core.kv_cache_manager.KVCacheManager",
         why="the scheduler makes its cache manager itself, and `fast_host` shortens two of its methods",
-        how="the manager becomes a subclass, where it and all that it holds are the known classes",
+        how="the manager becomes a subclass, where it and all that it holds are the known classes, and what "
+        "the two stand for has the known sources",
         removal="when allocating a block that is there costs no more than that",
         where="nwor.engine.fastpath.kv_cache_manager",
     ),
@@ -193,9 +194,10 @@ SERVER_FAULT_LEDGER = (
     ),
     Patch(
         target="vllm.v1.engine.output_processor.OutputProcessor",
-        why="aborts are not counted, tokens past a stop string are, and errors have no words",
+        why="aborts are not counted, tokens past a stop string are, errors have no words, and echo of an "
+        "aborted prompt finds too few log-probabilities",
         how="the client's own becomes a subclass",
-        removal="when vLLM counts both rightly and carries an error's message",
+        removal="when vLLM counts both rightly, carries an error's message and echoes aborted prompts",
         where="server.api.output_processor",
     ),
     Patch(
@@ -227,7 +229,7 @@ FAST_PATH_LEDGER = (
     Patch(
         target="vllm.v1.worker.gpu.model_runner.async_tensor_h2d",
         why="two inputs that seldom change are sent to the GPU in each step",
-        how="fastpath.h2d_cache: sends again what has changed",
+        how="fastpath.h2d_cache: sends again what has changed; only where the sources are the known ones",
         removal="when model runner V2 keeps them on the device",
         where="nwor.engine.fastpath.h2d_cache",
     ),
@@ -276,11 +278,34 @@ MENDS_LEDGER = (
         where="nwor.engine.workarounds.cpu_generators",
     ),
     Patch(
+        target="vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer._sample_from_logits",
+        why="sampled drafts of a seeded request differ from run to run, and so do its tokens; nor are top_k "
+        "and top_p looked at (model runner V1, on GPUs with NWOR too)",
+        how="draws with generators derived from the requests' own, from what top_k and top_p leave",
+        removal="when vLLM's V1 draws drafts by seed",
+        where="nwor.engine.workarounds.sampled_drafts",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states",
+        why="probabilities of sampled drafts are those of the last pass: where a request sits a step out "
+        "they are gone, and the tokens of the whole batch depend on who else is there",
+        how="keeps them until the request verifies its drafts",
+        removal="when vLLM's V1 keeps them with the request",
+        where="nwor.engine.workarounds.sampled_drafts",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner.GPUModelRunner._get_spec_decode_draft_probs",
+        why="as of _update_states",
+        how="finds kept ones, and takes drafts that were not drawn for certain, each request for itself",
+        removal="when vLLM's V1 keeps them with the request",
+        where="nwor.engine.workarounds.sampled_drafts",
+    ),
+    Patch(
         target="vllm.utils.cpu_triton_utils._expand_kernel_impl",
         why="vLLM's CPU implementation fills a copy: chance is temperature, top_p and top_k of verify steps",
-        how="one that fills outputs of any type; under nwor-server alone",
+        how="one that fills outputs of any type; with NWOR, and under nwor-server without it",
         removal="when vLLM's implementation fills outputs of any type (a unit test fails on that day)",
-        where="server.cpu_sampling",
+        where="nwor.engine.workarounds.cpu_expand",
     ),
     Patch(
         target="vllm.v1.worker.cpu_model_runner.CPUModelRunner.load_model",

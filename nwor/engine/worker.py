@@ -94,21 +94,25 @@ class NworWorkerMixin:
             asked: who asked for it and when, for the list of changes.
 
         Returns:
-            This rank's number, the old mode, the new one, the numbers of verify steps and of switches so far,
-            whether it belongs to the last pipeline stage, and what was changed in words.
+            This rank's number, the old mode, the new one (both as steps run: ``off`` where nothing can be
+            staged), the numbers of verify steps and of switches so far, whether it belongs to the last
+            pipeline stage, and what was changed in words.
 
         Raises:
             ConfigError: for an unknown mode, or one that was not enabled at start-up.
 
         """
         state = self._nwor.state
+        before = state.mode_in_force
         old = state.switch(Mode.parse(mode))
         what = f"switched the mode from {old.value} to {state.mode.value} at verify step {state.steps}"
+        if state.unsupported is not None:
+            what += "; nothing can be staged, so it stays off"
         state.note(asked, what)
         return {
             "rank": self.rank,
-            "old": old.value,
-            "new": state.mode.value,
+            "old": before.value,
+            "new": state.mode_in_force.value,
             "step": state.steps,
             "switches": state.switches,
             "last_stage": state.last_stage,

@@ -6,6 +6,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from nwor.engine.patches import apply_cpu_runner_patch, apply_cpu_runner_v2_patch
+from nwor.engine.workarounds import cpu_expand
 from nwor.engine.workarounds.adapters import mend_cpu_operators
 from nwor.engine.worker import NworWorkerMixin
 
@@ -20,6 +21,7 @@ class NworCPUWorker(NworWorkerMixin, CPUWorker):  # type: ignore[misc]
             apply_cpu_runner_v2_patch()
         else:
             apply_cpu_runner_patch()
+            cpu_expand.mend()
         if self.vllm_config.lora_config is not None:
             mend_cpu_operators()
         super().init_device()

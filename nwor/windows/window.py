@@ -62,6 +62,7 @@ class Window:
         finished_direct: whether the open batch fell back to direct writes. Read only.
         shared: what was made once for all layers of the open batch, and holds until the next is begun.
         split: what the layers of a mixed step's graph share while it is captured; None at all other times.
+        capture_errors: collects what goes wrong in layers while a graph is captured; None at all other times.
 
     """
 
@@ -72,6 +73,7 @@ class Window:
     finished_direct: bool = False
     shared: dict[object, Any] = field(default_factory=dict)
     split: Any = None
+    capture_errors: list[str] | None = None
     _state: _State = _IDLE
     _sources: Mapping[str, Source] = field(default_factory=dict)
     _tables: tuple[torch.Tensor, ...] = ()
@@ -324,7 +326,7 @@ class Window:
         """Fall back for the open batch: write in full what was staged, and let later layers write directly.
 
         The cache is then what stock writes would have left. The batch stays open until commit or abort, which
-        do nothing more.
+        do nothing more. While a graph is captured nothing is written.
 
         Raises:
             WindowStateError: if no batch is open.
@@ -336,7 +338,8 @@ class Window:
         self._state = _DIRECT
         self.staging, self.finished_direct = False, True
         sources, self._sources = self._sources, {}
-        self._write(sources, batch)
+        if self.capture_errors is None:
+            self._write(sources, batch)
         self._aside = {}
 
     def _write(self, sources: Mapping[str, Source], batch: WindowBatch) -> None:

@@ -252,7 +252,7 @@ class Fleet:
         outcome.value, outcome.body = self._setting.read(body), body
         if not body["ranks_agree"]:
             ranks = (
-                f"rank {rank['rank']}: {rank['fault'] or rank['unsupported'] or rank['mode']}"
+                f"rank {rank['rank']}: {rank['fault'] or _unsupported(rank) or rank['mode']}"
                 + (f", draft tokens {rank['draft_tokens']}" if rank.get("draft_tokens") else "")
                 for rank in body["ranks"]
             )
@@ -306,3 +306,8 @@ def message(body: object, status: int) -> str:
     """Return the message of an error's body, or the status where there is none."""
     error = body.get("error") if isinstance(body, dict) else None
     return str(error.get("message")) if isinstance(error, dict) else f"status {status}"
+
+
+def _unsupported(rank: dict[str, Any]) -> str | None:
+    found = rank["unsupported"]
+    return None if found is None else str(found["detail"])

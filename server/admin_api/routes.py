@@ -25,6 +25,7 @@ from nwor.engine.eligibility import REASONS
 from nwor.engine.stats.metrics import NworStatLogger
 from nwor.engine.stats.peers import Peers
 from nwor.errors import ConfigError
+from nwor.modes import Mode
 from server.admin_api.bodies import DraftTokensChange, ModeChange, Refusal, parse, sentence
 from server.nwor_options import ADMIN_KEY_VARIABLE
 
@@ -123,6 +124,8 @@ class Admin:
         return {
             "enabled": True,
             "mode": ranks[0]["mode"],
+            "mode_asked": ranks[0]["mode_asked"],
+            "unsupported": ranks[0]["unsupported"],
             "modes": [mode.value for mode in self._config.modes],
             "ranks_agree": len(verdicts) == 1,
             "draft_tokens": lengths,
@@ -145,7 +148,8 @@ class Admin:
 
         Raises:
             Refusal: 400 for a body or mode that is not valid, 409 for a mode that was not enabled when the
-                server started, 503 where the engine is dead.
+                server started and for any but ``off`` where nothing can be staged, 503 where the engine is
+                dead.
 
         """
         mode = parse(ModeChange, body).mode
@@ -161,10 +165,25 @@ class Admin:
                 param="mode",
             )
         async with self._peers.one_at_a_time():
+            if mode is not Mode.OFF:
+                self._require_staging(await self._call("nwor_report"))
             engines = await self._tell("nwor_set_mode", mode.value, key_id)
             if self._metrics is not None:
                 self._metrics.switched([_counting(answers) for answers in engines])
         return _change(engines)
+
+    @staticmethod
+    def _require_staging(engines: list[list[Any]]) -> None:
+        found = next(
+            (rank["unsupported"] for ranks in engines for rank in ranks if rank["unsupported"]), None
+        )
+        if found is not None:
+            raise Refusal(
+                HTTPStatus.CONFLICT,
+                f"Nothing can be staged in this engine, reason {found['reason']}: {found['detail']}.",
+                "ConflictError",
+                param="mode",
+            )
 
     async def _tell(self, method: str, value: str, key_id: str) -> list[list[Any]]:
         """Have every rank of every engine change something, and log who asked."""

@@ -45,7 +45,9 @@ class Setting:
 
 def _no_mode(body: dict[str, Any], wanted: str) -> str | None:
     if wanted in body["modes"]:
-        return None
+        # Servers of before this field do not say.
+        found = None if wanted == "off" else body.get("unsupported")
+        return None if found is None else f"nothing can be staged in it: {found['detail']}"
     return f"mode {wanted!r} was not enabled at start-up (enabled: {', '.join(body['modes'])})"
 
 

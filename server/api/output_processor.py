@@ -1,9 +1,11 @@
-"""The front end's way from the engine's outputs to answers and statistics, three faults of it mended.
+"""The front end's way from the engine's outputs to answers and statistics, four faults of it mended.
 
 - Tokens that a step brought past a stop string: vLLM trims them from the answer, and counts them.
 - A client that leaves is counted as an abort: vLLM forgets the request without a word to the statistics.
 - A request that failed alone is answered with the engine's own sentence:
   :mod:`nwor.engine.request_isolation.request_failures`.
+- A request that is aborted before its prompt is through has too few log-probabilities of the prompt: vLLM's
+  echo looks for the others, and fails. They become null.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class MendedOutputProcessor(OutputProcessor):
         """Take in a step's outputs; those that failed end with an error that says why."""
         failed = []
         for output in engine_core_outputs:
+            if output.finish_reason == FinishReason.ABORT:
+                _fill_prompt_logprobs(self.request_states.get(output.request_id))
             why = read_reason(output.stop_reason) if output.finish_reason == FinishReason.ERROR else None
             state = self.request_states.get(output.request_id) if why is not None else None
             if state is not None and why is not None:
@@ -69,6 +73,10 @@ class MendedOutputProcessor(OutputProcessor):
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
         """Forget requests, and count them as aborted."""
+        request_ids = list(request_ids)
+        for request in request_ids:
+            for name in (request,) if internal else self.external_req_ids.get(request, ()):
+                _fill_prompt_logprobs(self.request_states.get(name))
         if self._nwor_loggers is None or self._nwor_aborting:
             return super().abort_requests(request_ids, internal)
         before = dict(self.request_states)
@@ -101,6 +109,14 @@ class MendedOutputProcessor(OutputProcessor):
         if stats.finished_requests:
             engine = self._nwor_loggers.engine_indexes[0]
             self._nwor_loggers.record(scheduler_stats=None, iteration_stats=stats, engine_idx=engine)
+
+
+def _fill_prompt_logprobs(state: Any) -> None:
+    """Give prompt tokens that were not computed a log-probability of None, where any is asked for."""
+    found = None if state is None else getattr(state.logprobs_processor, "prompt_logprobs", None)
+    # The first token never has one. An empty list was handed to the client before.
+    if found:
+        found.extend([None] * (state.prompt_len - len(found)))
 
 
 def _error(status: int, message: str) -> Exception:

@@ -19,13 +19,13 @@ from multiprocessing import connection
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.utils import bind_engine_zmq_listeners, launch_core_engines
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.prometheus import setup_multiprocess_prometheus
 from vllm.v1.utils import APIServerProcessManager
 
+from nwor.engine.vllm_features import cli_args
 from server.admin_api.listener import AdminListener
 from server.api_servers import api_process
 from server.errors import StartupError
@@ -96,12 +96,15 @@ class ApiProcesses:
     def _start(self, owned: contextlib.ExitStack) -> list[Any]:
         """Start all processes; ``owned`` ends them, the API servers first."""
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
-        propagate_flash_late_interaction(self._args, engine_args)
+        cli_args().propagate_flash_late_interaction(self._args, engine_args)
         engine_args._api_process_count = self._count
         engine_args._api_process_rank = -1
         config: Any = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
         log_stats = not engine_args.disable_log_stats
         listeners = bind_engine_zmq_listeners(config, self._count)
+        # Kept: where the last reference goes, vLLM removes the sockets' files, and an engine that has not
+        # connected by then never does.
+        owned.callback(listeners.cleanup)
         with launch_core_engines(
             config, Executor.get_class(config), log_stats, listeners.addresses
         ) as launch:

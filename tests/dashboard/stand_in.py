@@ -162,7 +162,7 @@ class Engine:
         if self.errored:
             raise EngineDeadError
         answers = [getattr(worker, method)(*args) for worker in self.workers]
-        self.on_mode(self.ranks[0].mode.value)
+        self.on_mode(self.ranks[0].mode_in_force.value)
         return [answers]
 
 

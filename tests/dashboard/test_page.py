@@ -244,6 +244,20 @@ def test_the_switch_switches_and_the_key_stays_in_memory(stand_in: StandIn, visi
     assert page.is_disabled("#modes button[data-mode=stage]")
 
 
+def test_an_engine_that_stages_nothing_says_why(stand_in: StandIn, visit: Seen) -> None:
+    for state in stand_in.engine.ranks:
+        state.unsupported = ("mla", "another kind of cache")
+    stand_in.metrics.set_mode("off")
+    page = visit(stand_in.url).open()
+    unlock(page)
+    wait(page, "#admin-answer", "Unlocked.")
+    wait(page, "#ranks-text", "Rank 1 can stage nothing: another kind of cache.")
+    assert pressed(page) == ["off"]
+    page.click("#modes button[data-mode=stage]")
+    wait(page, "#admin-error", "Nothing can be staged in this engine, reason mla: another kind of cache.")
+    assert pressed(page) == ["off"]
+
+
 def test_forgetting_the_key_closes_the_switch(stand_in: StandIn, visit: Seen) -> None:
     page = visit(stand_in.url).open()
     unlock(page)

@@ -18,10 +18,13 @@ COMPOSE = ROOT / "docker-compose.yml"
 EXAMPLE = ROOT / ".env.example"
 
 VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
+#: What stands for nothing where the variable is not set.
+WHERE_SET = re.compile(r"\$\{(\w+):\+([^}]*)\}")
 #: Settings that the example shows at another value than the default, because there is no useful default.
 SHOWN_OTHERWISE = {
     *("NWOR_ADMIN_API_KEY_FILE", "VLLM_API_KEY_FILE", "HF_TOKEN_FILE", "GRAFANA_ADMIN_PASSWORD_FILE"),
     *("MODEL", "DRAFT", "MODELS_DIR", "NWOR_GPU_ARGS", "NWOR_CPU_REPLICAS", "GRAFANA_WITHOUT_ADMIN"),
+    "NUM_SPECULATIVE_TOKENS",
 }
 #: Read by compose itself.
 OF_COMPOSE = {"COMPOSE_PROFILES"}
@@ -31,7 +34,8 @@ TEXT = COMPOSE.read_text(encoding="utf-8")
 
 def compose(**settings: str) -> dict[str, Any]:
     """Return the file with its variables filled in."""
-    filled = VARIABLE.sub(lambda found: settings.get(found[1]) or found[2], TEXT)
+    filled = WHERE_SET.sub(lambda found: found[2] if settings.get(found[1]) else "", TEXT)
+    filled = VARIABLE.sub(lambda found: settings.get(found[1]) or found[2], filled)
     loaded: dict[str, Any] = yaml.safe_load(filled)
     return loaded
 
@@ -67,8 +71,10 @@ def test_profiles() -> None:
 def test_gpu_serves_model_with_draft() -> None:
     gpu = services(MODEL="/models/a", DRAFT="/models/b", NWOR_GPU_ARGS="--tensor-parallel-size 2")["gpu"]
     words = gpu["environment"]["NWOR_ARGS"].split()
-    wanted = "/models/a --draft /models/b --num-speculative-tokens 4 --tensor-parallel-size 2"
-    assert words == wanted.split()
+    assert words == ["/models/a", "--draft", "/models/b", "--tensor-parallel-size", "2"]
+    fixed = services(MODEL="/models/a", DRAFT="/models/b", NUM_SPECULATIVE_TOKENS="auto:1-6")["gpu"]
+    wanted = "/models/a --draft /models/b --num-speculative-tokens auto:1-6"
+    assert fixed["environment"]["NWOR_ARGS"].split() == wanted.split()
     assert gpu["build"]["target"] == "cuda"
     device = gpu["deploy"]["resources"]["reservations"]["devices"][0]
     assert device["driver"] == "nvidia"
@@ -166,7 +172,9 @@ def test_no_image_floats() -> None:
 
 
 def test_every_setting_has_a_default_and_is_in_the_example() -> None:
-    assert re.findall(r"\$\{?\w+", TEXT) == [f"${{{name}" for name, _ in VARIABLE.findall(TEXT)]
+    without = WHERE_SET.sub("", TEXT)
+    assert re.findall(r"\$\{?\w+", without) == [f"${{{name}" for name, _ in VARIABLE.findall(TEXT)]
+    assert {name for name, _ in WHERE_SET.findall(TEXT)} <= {name for name, _ in VARIABLE.findall(TEXT)}
     assert set(example()) - OF_COMPOSE == {name for name, _ in VARIABLE.findall(TEXT)}
 
 

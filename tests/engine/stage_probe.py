@@ -226,9 +226,10 @@ class StageProbe:
                     mine[place[0], place[2]] = old[place[0], place[2]]
 
     def _views(self, name: str, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        from nwor.engine.attention.cpu import cache_views
+        from nwor.engine.attention.cpu_layout import cache_views
 
-        return cache_views(cache, self._layers[name].isa)
+        layer = self._layers[name]
+        return cache_views(cache, layer.isa, layer.kv_cache_dtype)
 
     def _block_size(self, name: str) -> int:
         return int(self._layers[name].kv_cache.shape[2])

@@ -25,7 +25,10 @@ FILES = {
 }
 
 #: What knows of runner V2 and is run on it by hand alone; adapters are nothing for it on a CPU.
-BY_HAND = {"test_adapters_cpu.py", "test_draft_lengths_cpu.py", "test_request_bounds_cpu.py"}
+BY_HAND = {
+    *("test_adapters_cpu.py", "test_draft_lengths_cpu.py", "test_draft_vocabulary_cpu.py"),
+    *("test_request_bounds_cpu.py", "test_sampled_drafts_cpu.py"),
+}
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -28,7 +28,14 @@ MENDS = {
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner._sample": "server.cpu_sampling",
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner.load_model": "server.cpu_sampling",
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner._bookkeeping_sync": _GENERATORS,
-    "vllm.utils.cpu_triton_utils._expand_kernel_impl": "server.cpu_sampling",
+    "vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer._sample_from_logits": (
+        "nwor.engine.workarounds.sampled_drafts"
+    ),
+    **{
+        f"vllm.v1.worker.gpu_model_runner.GPUModelRunner.{name}": "nwor.engine.workarounds.sampled_drafts"
+        for name in ("_get_spec_decode_draft_probs", "_update_states")
+    },
+    "vllm.utils.cpu_triton_utils._expand_kernel_impl": "nwor.engine.workarounds.cpu_expand",
     # Adapters on a CPU: where the operators are defined, and where they are called from.
     **{
         f"vllm.lora.{module}.{name}": "nwor.engine.workarounds.adapters"

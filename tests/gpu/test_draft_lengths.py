@@ -71,7 +71,7 @@ def _run(llm: Any, mode: str, numbers: Any = None) -> dict[str, Any]:
         for i in range(PROMPTS)
     ]
     params = [
-        SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS + i % 30, ignore_eos=True, logprobs=4)
+        SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS + i % 30, ignore_eos=True, logprobs=20)
         for i in range(PROMPTS)
     ]
     try:
@@ -114,7 +114,10 @@ def test_drawn_numbers(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts["windows"] > 0
     assert counts["direct_windows"] == {}
     assert min(used.values()) > 0
-    assert gap <= near_ties.MOST_GAP
+    fp8 = engine.llm_engine.vllm_config.cache_config.cache_dtype == "fp8"
+    # As in test_engine.py: with an fp8 cache stock attention rounds the softmax's weights too.
+    assert gap <= (1.2 if fp8 else near_ties.MOST_GAP)
+    assert difference <= (4.0 if fp8 else near_ties.MOST_DIFFERENCE)
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     assert scheduler._nwor_logged == set()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +48,8 @@ def server(
 ) -> Iterator[ServerProcess]:
     with pytest.MonkeyPatch.context() as patch:
         entry_points.provide(tmp_path_factory.mktemp("plugins"), patch)
-        yield start_server("--demo", "--admin-api-key", ADMIN_KEY, *LITTLE_MEMORY)
+        fixed = ("--num-speculative-tokens", "4")  # windows of the same length, for the sums below
+        yield start_server("--demo", "--admin-api-key", ADMIN_KEY, *fixed, *LITTLE_MEMORY)
 
 
 def prompt(number: int) -> str:
@@ -140,3 +142,23 @@ def test_it_ends_when_told_to(server: ServerProcess) -> None:
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: server.process.poll() is not None, 90, "the server has ended")
     assert server.process.returncode == 0, server.log[-3000:]
+
+
+def test_the_engine_chooses_draft_tokens_where_nobody_says_a_number(
+    start_server: Callable[..., ServerProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry_points.provide(tmp_path, monkeypatch)
+    server = start_server("--demo", "--admin-api-key", ADMIN_KEY, *LITTLE_MEMORY)
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        answers = list(pool.map(lambda number: complete(server, number), range(REQUESTS)))
+    assert all(answer["usage"]["completion_tokens"] == NEW_TOKENS for answer in answers)
+    key = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    with server.client() as http:
+        report = http.get("/admin/nwor", headers=key).json()
+    print(report["draft_tokens"])
+    assert report["draft_tokens"]["setting"] == "auto:0-8"
+    assert report["draft_tokens"]["costs_why_not"] is None
+    assert all(rank["fault"] is None for rank in report["ranks"])
+    own = [answer["metrics"]["nwor"] for answer in answers]
+    assert len({figures["draft_tokens"] / figures["windows"] for figures in own}) > 1
+    assert {mode for figures in own for mode in figures["modes"]} == {"stage"}

@@ -90,6 +90,7 @@ def checks(racecheck: Path | None = None) -> list[Step]:
         _pytest("features", f"{tests}/test_features.py"),
         _pytest("mixed", f"{tests}/test_mixed_steps.py"),
         _pytest("mixed-graphs", f"{tests}/test_mixed_graphs.py"),
+        _pytest("capture-errors", f"{tests}/test_capture_errors.py"),
         _pytest("draft-lengths", f"{tests}/test_draft_lengths.py"),
         _pytest("greedy-sampling", f"{tests}/test_greedy_sampling.py"),
         _pytest("server", f"{tests}/test_server.py"),

@@ -56,6 +56,10 @@ def test_a_client_that_goes_away_frees_its_requests(server: ServerProcess, path:
 @pytest.mark.parametrize("processes", [1, 2], ids=["one process", "two processes"])
 def test_sigterm_drains_then_aborts(start_server: Callable[..., ServerProcess], processes: int) -> None:
     server = start_server("--demo", "--drain-timeout", "4", "--api-server-count", str(processes))
+    sockets = sockets_for_engines(server)
+    # Where they are gone, an engine that connects late never does, and the server is never ready.
+    assert len(sockets) == (4 if processes == 2 else 0)
+    assert all(path.is_socket() for path in sockets)
     results: dict[str, httpx.Response] = {}
 
     def send(name: str, **change: Any) -> None:
@@ -86,6 +90,7 @@ def test_sigterm_drains_then_aborts(start_server: Callable[..., ServerProcess], 
     code = server.wait(60)
 
     assert code == 0, server.log[-3000:]
+    assert not any(path.exists() for path in sockets)
     assert set(re.findall(r"\((ApiServer_\d) pid", server.log)) == (
         {"ApiServer_0", "ApiServer_1"} if processes == 2 else set()
     )
@@ -99,6 +104,15 @@ def test_sigterm_drains_then_aborts(start_server: Callable[..., ServerProcess], 
     assert events[-1] == "[DONE]"
     ends = [choice["finish_reason"] for event in events[:-1] for choice in json.loads(event)["choices"]]
     assert [reason for reason in ends if reason] == ["abort"] * 48
+
+
+def sockets_for_engines(server: ServerProcess) -> list[Path]:
+    """Return the files of the sockets that API server processes listen on, where there are several."""
+    pids = map(int, set(re.findall(r"\(ApiServer_\d pid=(\d+)\)", server.log)))
+    listening = re.compile(r"^\S+ \S+ 00000000 00010000 \S+ \S+ +(\d+) (/\S+)$", re.MULTILINE)
+    paths = dict(listening.findall(Path("/proc/net/unix").read_text(encoding="utf-8")))
+    held = [os.readlink(link) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]
+    return [Path(paths[name[8:-1]]) for name in held if name[8:-1] in paths]
 
 
 @pytest.mark.parametrize("moment", ["a worker has begun", "the model is loaded"])

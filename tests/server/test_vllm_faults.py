@@ -6,8 +6,11 @@ server without the parameter in question.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -265,6 +268,20 @@ def test_clients_that_leave_are_counted_as_aborts(http: httpx.Client, server: Se
     wait_until(lambda: aborted() == before + 3, 20, "three sequences are counted")
     sums = server.metric("vllm:request_queue_time_seconds_sum").values()
     assert all(value >= 0 for value in sums)
+
+
+def test_connections_rest_longer_than_clients_keep_them(server: ServerProcess) -> None:
+    address = httpx.URL(server.url)
+    connection = HTTPConnection(address.host, address.port or 80, timeout=30)
+    with closing(connection):
+        for pause in (0, 6):  # HTTPX and OpenAI's client keep one for 5 s
+            time.sleep(pause)
+            # A connection that was closed meanwhile raises here: it does not connect again by itself.
+            connection.auto_open = int(not pause)
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            answer.read()
+            assert answer.status == 200
 
 
 def test_a_seeded_prompt_of_one_token_beside_others(http: httpx.Client, server: ServerProcess) -> None:

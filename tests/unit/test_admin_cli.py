@@ -94,16 +94,20 @@ class Replica:
             else:
                 self.send(request, 200, {"old": old, "new": body["mode"], "step": 7, "ranks": 1})
 
+    #: Why nothing can be staged.
+    unsupported: dict[str, str] | None = None
+
     def report(self) -> dict[str, Any]:
         if not self.enabled:
             return {"enabled": False, "detail": "this engine has no NWOR"}
-        ranks = [{"rank": 0, "mode": self.mode, "fault": None, "unsupported": None}]
+        ranks = [{"rank": 0, "mode": self.mode, "fault": None, "unsupported": self.unsupported}]
         if not self.ranks_agree:
             ranks.append({"rank": 1, "mode": self.mode, "fault": "out of memory", "unsupported": None})
         return {
             "enabled": True,
             "mode": self.mode,
             "modes": self.modes,
+            "unsupported": self.unsupported,
             **({} if self.draft_tokens is None else {"draft_tokens": self.draft_tokens}),
             "ranks_agree": self.ranks_agree,
             "ranks": ranks,
@@ -231,6 +235,21 @@ def test_nothing_is_switched_where_one_cannot_follow_unless_forced(
     assert [one.mode for one in three] == ["cow", "stage", "cow"]
     assert said in line_of(out, three[1])
     assert "1 of 3 replicas failed" in err
+
+
+def test_an_engine_that_stages_nothing_takes_off_alone(
+    three: list[Replica], capsys: pytest.CaptureFixture[str]
+) -> None:
+    three[1].mode, three[1].unsupported = "off", {"reason": "mla", "detail": "another kind of cache"}
+    assert run("stage", replicas=three) == 1
+    assert "nothing can be staged in it: another kind of cache" in line_of(capsys.readouterr().out, three[1])
+    assert [one.puts for one in three] == [0, 0, 0]
+    assert run("off", replicas=three) == 0
+    capsys.readouterr()
+    three[1].ranks_agree = False
+    assert run(replicas=three) == 1
+    said = "rank 0: another kind of cache; rank 1: out of memory"
+    assert said in line_of(capsys.readouterr().out, three[1])
 
 
 def test_a_lost_answer_is_looked_up(three: list[Replica], capsys: pytest.CaptureFixture[str]) -> None:

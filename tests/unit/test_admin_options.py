@@ -16,7 +16,11 @@ from server.nwor_options import Secret, add_nwor_options, resolve_nwor
 
 
 def resolve(
-    *words: str, speculates: bool = True, additional: dict[str, Any] | None = None, keys: Any = None
+    *words: str,
+    speculates: bool = True,
+    additional: dict[str, Any] | None = None,
+    keys: Any = None,
+    method: str = "eagle3",
 ) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_nwor_options(parser)
@@ -24,6 +28,7 @@ def resolve(
     args.additional_config = additional
     args.api_key = keys
     args.port, args.uds = 8000, None
+    args.speculative_config = {"method": method}
     resolve_nwor(args, speculates)
     return args
 
@@ -88,6 +93,9 @@ def test_additional_config_alone_is_taken_as_it_is() -> None:
         (["--nwor-mode", "cow", "--nwor-modes", "off"], {}, "not among the enabled"),
         (["--nwor-self-check-interval", "-1"], {}, "0 or more"),
         (["--nwor-mixed-graph-rows", "-1"], {}, "0 or more"),
+        (["--draft-vocabulary", "0"], {}, "no draft vocabulary"),
+        (["--draft-vocabulary", "/no/such/table"], {}, "cannot be read"),
+        (["--draft-vocabulary", "9"], {"method": "ngram"}, "for EAGLE heads, and drafts are by ngram"),
         ([], {"additional": {"nwor": {"speed": 1}}}, "unknown NWOR setting"),
         (["--admin-api-key", "  "], {}, "empty"),
         (["--admin-api-key", "same"], {"keys": ["other", "same"]}, "also a user's"),

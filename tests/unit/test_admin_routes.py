@@ -358,3 +358,27 @@ def test_routes_and_their_key_are_in_openapi() -> None:
     assert "$ref" not in str(body)
     assert paths["/admin/nwor"]["put"]["security"] == [{"AdminKey": []}]
     assert schema["components"]["securitySchemes"]["AdminKey"]["scheme"] == "bearer"
+
+
+def test_an_engine_that_stages_nothing_says_so_beside_the_mode_and_refuses_others() -> None:
+    engine = Engine(SETTINGS)
+    for state in engine.ranks:
+        state.unsupported = ("mla", "another kind of cache")
+    body = call(engine, "GET").json()
+    assert (body["mode"], body["mode_asked"]) == ("off", "stage")
+    assert body["unsupported"] == {"reason": "mla", "detail": "another kind of cache"}
+    assert body["ranks_agree"]
+    answer = call(engine, "PUT", content=b'{"mode": "stage"}')
+    assert answer.status_code == 409
+    assert "reason mla: another kind of cache" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "mode"
+    assert [state.changes for state in engine.ranks] == [[]] * 2
+    assert call(engine, "PUT", content=b'{"mode": "off"}').status_code == 200
+
+
+def test_one_rank_that_stages_nothing_is_enough_to_refuse() -> None:
+    engine = Engine(SETTINGS, engines=2)
+    engine.ranks[3].unsupported = ("capture", "out of registers")
+    answer = call(engine, "PUT", content=b'{"mode": "stage"}')
+    assert answer.status_code == 409
+    assert "out of registers" in answer.json()["error"]["message"]

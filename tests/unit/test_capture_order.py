@@ -6,6 +6,7 @@ the real capture and in the one for sizes; engines in which nothing is staged; a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ class Captures:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
         self.fails_at = 0
+        self.after: Callable[[int], None] = lambda size: None
 
         def capture(manager: Any, create: Any, what: str = "") -> None:
             descs = [desc for of_mode in manager._capture_descs.values() for desc in of_mode]
@@ -49,6 +51,7 @@ class Captures:
                 if desc.cg_mode is CUDAGraphMode.FULL:
                     assert desc not in manager.graphs
                     manager.graphs[desc] = object()
+            self.after(self.sizes[-1])
 
         monkeypatch.setattr(CudaGraphManager, "capture", capture)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 0))
@@ -112,6 +115,32 @@ def test_no_mixed_graphs_where_nothing_is_staged(captures: Captures, monkeypatch
     _CaptureBothModes.capture(manager, lambda *_: None)
     assert captures.sizes == [32]
     assert manager.nwor.state.report()["mixed_graphs"]["why_not"] == "nothing is staged"
+
+
+@pytest.mark.parametrize(("fails_at", "order"), [(64, [64, 32]), (12, [64, 32, 12])])
+def test_a_layer_that_fails_ends_staging_and_not_the_start(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch, fails_at: int, order: list[int]
+) -> None:
+    manager = adopted(32)
+    window = manager.nwor.window
+    monkeypatch.setattr(window, "captured", lambda sources: sources)
+    wanted = property(lambda self: self._window_manager.window is not None)
+    monkeypatch.setattr(type(manager.stage), "wanted", wanted)
+
+    def fail(size: int) -> None:
+        if size == fails_at:
+            with manager.nwor.capture_errors.noting():
+                window.capture_errors.append("verify attention, layer 1: out of registers")
+
+    captures.after = fail
+    _CaptureBothModes.capture(manager, lambda *_: None)
+    assert captures.sizes == order
+    assert set(manager.graphs) == {UNIFORM}
+    assert manager.stage_graphs == {}
+    assert manager.mixed.graphs == {}
+    state = manager.nwor.state
+    assert state.unsupported == ("capture", "verify attention, layer 1: out of registers")
+    assert state.report()["mixed_graphs"] == {"rows": 0, "steps": 0, "why_not": "nothing is staged"}
 
 
 def test_a_failed_capture_ends_the_start_and_says_what_to_do(

@@ -52,6 +52,22 @@ def test_pipeline_stages_pass_on_model_runner_v2(device):
     check_engine(_config(pipeline_parallel_size=2, use_v2_model_runner=True, device_config=config), 64)
 
 
+@pytest.mark.parametrize("images", [True, False])
+def test_a_multimodal_model_is_staged_where_text_alone_is_served(images):
+    """vLLM's own word: it says that tokens see one another in both directions only where images may come."""
+    pytest.importorskip("vllm.config")
+    convertors = importlib.import_module("vllm.transformers_utils.model_arch_config_convertor")
+    hf_config = SimpleNamespace(model_type="gemma3")
+    convertor = convertors.ModelArchConfigConvertorBase(hf_config, hf_config)
+    config = _config(is_mm_prefix_lm=convertor.is_mm_prefix_lm(supports_multimodal=images))
+    if not images:
+        check_engine(config, 64)
+        return
+    with pytest.raises(Unsupported, match="--language-model-only") as verdict:
+        check_engine(config, 64)
+    assert verdict.value.reason == "attention_feature"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

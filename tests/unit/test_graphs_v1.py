@@ -22,6 +22,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from nwor.engine.attention.layer_context import LayerContext
 from nwor.engine.cuda_graphs import stage_graphs
 from nwor.engine.cuda_graphs import v1 as graphs_v1
 from nwor.engine.cuda_graphs.v1 import NworCUDAGraphWrapper
@@ -302,20 +303,57 @@ def test_steps_without_a_full_graph_hand_their_windows_over_as_layers_run(engine
     assert set(engine.toy.window.sources) == set(engine.toy.names)
 
 
-def test_a_failure_while_capturing_is_no_silent_fall_back(engine, monkeypatch):
+def _layer_fails(engine: Engine) -> None:
+    window, manager = engine.toy.window, engine.toy.window_manager
+    if window.staging:
+        layer = window.groups[0].layers[1]
+        context: Any = LayerContext(window, manager.state, layer, parameters=None, workspace=None)
+        context.give_up("verify attention", RuntimeError("no shared memory"))
+
+
+def _layer_is_left_out(engine: Engine) -> None:
+    engine.toy.window._sources.pop("layer.1", None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why", "staged"),
+    [
+        # The passes behind the first are stock passes, captured in the same order as on other ranks.
+        (_layer_fails, "verify attention, layer layer.1: RuntimeError: no shared memory", 1),
+        (_layer_is_left_out, "1 layers were not staged, the first is layer.1", 4),
+    ],
+)
+def test_a_layer_that_fails_while_captured_ends_staging_and_not_the_start(
+    engine, monkeypatch, wrong, why, staged
+):
     forward = engine.toy.forward
 
     def failing(slots: torch.Tensor) -> torch.Tensor:
         output = forward(slots)
-        if engine.toy.window.staging:
-            engine.toy.window.staging = False  # as a fault leaves it
+        wrong(engine)
         return output
 
     monkeypatch.setattr(engine.toy, "forward", failing)
-    with pytest.raises(RuntimeError, match="verify attention failed"):
-        engine.capture()
+    engine.capture()
+    manager, state = engine.toy.window_manager, engine.toy.window_manager.state
+    assert state.unsupported == ("capture", why)
+    assert engine.passes.count("stage") == staged
+    assert state.fault is None
+    assert state.token_bytes == 0
+    assert manager.window is None
     assert engine.toy.window.batch is None
+    assert engine.toy.window.capture_errors is None
+    assert not any(cache.any() for cache in engine.toy.caches.values())
     assert not engine.graphs.capturing_stage
+    assert engine.graphs.stage_entries == {}
+    # vLLM's own graphs are whole, and serve every step.
+    plan = manager.plan_step(["a", "b"], [4, 2], [3, 1])
+    manager.begin(plan, torch.tensor([0, 4, 6], dtype=torch.int32), {0: SLOTS})
+    engine.context.batch_descriptor, engine.context.cudagraph_runtime_mode = TWO, CUDAGraphMode.FULL
+    engine.runner.model()
+    assert engine.replays == ["stock"]
+    manager.account(manager.finish(torch.tensor([0, 0], dtype=torch.int32)), [3, 1])
+    assert state.counts.direct_windows == {"capture": 2}
 
 
 def test_clearing_takes_both_sets(engine):

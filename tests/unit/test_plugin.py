@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import logging
 import subprocess
 import sys
 from collections import Counter
@@ -32,10 +33,26 @@ def test_gate_names_its_reason(monkeypatch):
     monkeypatch.setenv(plugin.DISABLE_VARIABLE, "1")
     assert plugin.DISABLE_VARIABLE in (plugin.why_not() or "")
     monkeypatch.delenv(plugin.DISABLE_VARIABLE)
-    monkeypatch.setattr(plugin, "_vllm_version", lambda: "0.31.0")
-    assert "0.31.0" in (plugin.why_not() or "")
-    monkeypatch.setattr(plugin, "_vllm_version", lambda: None)
+    for version in ("0.31.0", "0.34.0", "1.32.0", "0.320.0", "nightly"):
+        monkeypatch.setattr(plugin, "vllm_version", lambda version=version: version)
+        assert (plugin.why_not() or "").startswith(f"vLLM {version} is installed")
+    monkeypatch.setattr(plugin, "vllm_version", lambda: None)
     assert "not installed" in (plugin.why_not() or "")
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("0.32.0", True), ("0.33.0+cu130", True), ("0.32.1", False), ("0.33.2rc1", False), ("0.33", False)],
+)
+def test_gate_is_open_for_a_range_and_says_what_was_not_tested(version, known, monkeypatch, caplog):
+    applied = []
+    monkeypatch.setattr(patches, "apply_config_patch", lambda: applied.append(version))
+    monkeypatch.setattr(plugin, "vllm_version", lambda: version)
+    with caplog.at_level(logging.WARNING, plugin.logger.name):
+        plugin.register()
+    assert applied == [version]
+    assert (plugin.tested(version) is not None) is known
+    assert [version in record.getMessage() for record in caplog.records] == [True] * (not known)
 
 
 def test_gate_imports_nothing_heavy():
@@ -167,6 +184,7 @@ def test_ledger_names_every_module_that_changes_what_is_vllms():
     listed = Counter(entry.where for entry in PATCHES)
     listed.update(
         {"nwor.engine.patches": 1, "nwor.engine.workarounds.cpu_generators": 1, "server.api.acceptance": -1}
+        | {"nwor.engine.workarounds.sampled_drafts": 2}
     )
     # What is put back counts again; an entry of a serving object stands for all of its wrapped methods.
     listed.update(

@@ -56,6 +56,10 @@ class Arriving(AsyncModelRunnerOutput):
     def get_output(self) -> Any:
         return self._result
 
+    def get_kv_connector_output(self) -> Any:
+        """Return None, as without a KV connector; later versions of vLLM ask for it."""
+        return None
+
 
 class StockRunner:
     """As much of vLLM's runner as the mixin touches."""

@@ -40,6 +40,7 @@ def test_our_flags_stand_in_a_group_of_their_own() -> None:
         "draft",
         "num_speculative_tokens",
         "speculative_method",
+        "draft_sampling",
         "drain_timeout",
         "max_body_size",
         "max_grammar_size",

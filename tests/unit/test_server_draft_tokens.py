@@ -116,7 +116,8 @@ def test_auto_is_refused_without_nwor_in_the_environment(monkeypatch: pytest.Mon
 
 def test_auto_needs_a_method_with_steps_of_other_lengths() -> None:
     args = argparse.Namespace(no_nwor=False, additional_config=None)
-    assert "'medusa'" in (draft_tokens.why_not_auto(args, "medusa", "cuda") or "")
+    for method in ("medusa", "peagle", "ngram", "draft_model", "mtp", "dflash"):
+        assert f"'{method}'" in (draft_tokens.why_not_auto(args, method, "cuda") or "")
 
 
 def test_bounds_in_additional_config_are_taken() -> None:
@@ -134,21 +135,21 @@ def test_auto_beside_nwors_settings_in_additional_config_is_refused() -> None:
         settle("--num-speculative-tokens", "auto", additional_config={"nwor": {"mode": "stage"}})
 
 
-def test_the_fixed_number_stands_in_for_a_default_of_auto(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(options, "DEFAULT_SPECULATIVE_TOKENS", "auto")
+def test_the_fixed_number_stands_in_for_a_default_of_auto(capsys: pytest.CaptureFixture[str]) -> None:
     assert chosen(settle()) == DraftBounds()
-    assert capsys.readouterr().err == ""
+    assert "; up to 8 tokens a step" in capsys.readouterr().err
     for flags, vllm, _ in NOWHERE:
         args = settle(*flags, **vllm)
         assert args.speculative_config["num_speculative_tokens"] == DEFAULT_DRAFT_TOKENS
         assert "num_speculative_tokens_per_batch_size" not in args.speculative_config
         assert chosen(args) is None
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "4 draft tokens in each step, not auto" in line
+        why, told = capsys.readouterr().err.splitlines()
+        assert "4 draft tokens in each step, not auto" in why
+        assert told.endswith("; 4 tokens a step")
 
 
-def test_the_default_is_one_constant() -> None:
-    args = settle()
+@pytest.mark.parametrize(("device", "vllm"), [("cpu", {}), ("cuda", {"tensor_parallel_size": 2})])
+def test_the_default_is_a_number_elsewhere(device: str, vllm: dict[str, Any]) -> None:
+    args = settle(device=device, **vllm)
     assert args.speculative_config["num_speculative_tokens"] == options.DEFAULT_SPECULATIVE_TOKENS
+    assert chosen(args) is None

@@ -38,7 +38,7 @@ def test_expand_repeats_each_value_for_its_tokens(
 
 
 def test_vllms_own_implementation_still_needs_replacing() -> None:
-    """On the day that this fails, server/cpu_sampling.py can go."""
+    """On the day that this fails, nwor/engine/workarounds/cpu_expand.py can go."""
     pytest.importorskip("vllm._C", reason="the CPU build of vLLM is not installed")
     output = torch.full((3,), 99.0)
     vars(cpu_sampling.expand)["stock"](output, torch.tensor([0.5]), torch.tensor([3]), 0, 1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from server import demo
 from server.errors import StartupError
-from server.models import check_draft, check_model, guess_method, looks_like_path, read_config, read_shape
+from server.models import check_draft, check_model, looks_like_path, read_config, read_shape
 
 
 def write_model(folder: Path, **config: Any) -> str:
@@ -35,8 +35,7 @@ def test_the_demo_fits_itself() -> None:
     model, draft = str(demo.model_path()), str(demo.draft_path())
     check_model(model, "model")
     check_model(draft, "draft")
-    check_draft(model, draft)
-    assert guess_method(draft) == demo.draft_method()
+    check_draft(model, draft, demo.draft_method())
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,9 @@ def test_the_demo_fits_itself() -> None:
 )
 def test_drafts_that_do_not_fit(tmp_path: Path, target: dict, draft: dict, word: str) -> None:
     with pytest.raises(StartupError, match=word):
-        check_draft(write_model(tmp_path / "target", **target), write_model(tmp_path / "draft", **draft))
+        check_draft(
+            write_model(tmp_path / "target", **target), write_model(tmp_path / "draft", **draft), "eagle3"
+        )
 
 
 @pytest.mark.parametrize(
@@ -71,27 +72,34 @@ def test_drafts_that_do_not_fit(tmp_path: Path, target: dict, draft: dict, word:
     ],
 )
 def test_drafts_that_fit(tmp_path: Path, target: dict, draft: dict) -> None:
-    check_draft(write_model(tmp_path / "target", **target), write_model(tmp_path / "draft", **draft))
+    check_draft(
+        write_model(tmp_path / "target", **target), write_model(tmp_path / "draft", **draft), "eagle3"
+    )
 
 
-@pytest.mark.parametrize(
-    ("config", "method"),
-    [
-        ({"architectures": ["LlamaForCausalLM"]}, "eagle"),
-        ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
-        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "eagle3"),
-        ({"speculators_model_type": "eagle3"}, "eagle3"),
-        ({"architectures": None}, "eagle"),
-    ],
-)
-def test_the_method_is_told_from_the_configuration(tmp_path: Path, config: dict, method: str) -> None:
-    assert guess_method(write_model(tmp_path / "draft", **config)) == method
+def test_a_draft_model_needs_the_vocabulary_alone(tmp_path: Path) -> None:
+    target = write_model(tmp_path / "target", vocab_size=10, hidden_size=8)
+    draft = write_model(tmp_path / "draft", vocab_size=10, hidden_size=4)
+    check_draft(target, draft, "draft_model")
+    check_draft(target, draft, "pard")
+    with pytest.raises(StartupError, match="hidden_size is 4"):
+        check_draft(target, draft, "eagle")
+    other = write_model(tmp_path / "other", vocab_size=11, hidden_size=8)
+    with pytest.raises(StartupError, match="vocab_size is 11"):
+        check_draft(target, other, "draft_model")
 
 
-def test_the_method_of_a_draft_elsewhere_must_be_given() -> None:
-    with pytest.raises(StartupError, match="--speculative-method"):
-        guess_method("owner/head")
+def test_medusa_heads_have_the_targets_vocabulary(tmp_path: Path) -> None:
+    target = write_model(tmp_path / "target", vocab_size=10, hidden_size=8)
+    check_draft(target, write_model(tmp_path / "draft", vocab_size=32000, hidden_size=8), "medusa")
+
+
+def test_an_assistant_says_how_wide_its_target_is(tmp_path: Path) -> None:
+    target = write_model(tmp_path / "target", text_config={"vocab_size": 10, "hidden_size": 8})
+    config = {"model_type": "gemma4_assistant", "text_config": {"vocab_size": 10, "hidden_size": 4}}
+    check_draft(target, write_model(tmp_path / "draft", backbone_hidden_size=8, **config), "mtp")
+    with pytest.raises(StartupError, match="hidden_size is 16"):
+        check_draft(target, write_model(tmp_path / "wide", backbone_hidden_size=16, **config), "mtp")
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "{", "\x00"])

@@ -82,7 +82,22 @@ def test_engine_that_cannot_stage_says_why_for_each_window():
     assert record is not None
     assert record.windows == {"a": ("stage", "mla", 4, 1)}
     assert window_manager.state.counts.direct_windows == {"mla": 1}
-    assert window_manager.state.report()["unsupported"]["reason"] == "mla"
+    report = window_manager.state.report()
+    assert report["unsupported"]["reason"] == "mla"
+    # Whoever reads the mode alone is told what steps do.
+    assert (report["mode"], report["mode_asked"]) == ("off", "stage")
+    assert record.facts.mode == "off"
+
+
+def test_a_refusal_while_the_engine_runs_changes_the_mode_that_rides_with_steps():
+    window_manager = _window_manager()
+    assert window_manager.state.facts.mode == "stage"
+    window_manager.refuse("cache_format")
+    assert window_manager.state.facts.mode == "off"
+    # Asking again changes what is asked for alone.
+    window_manager.state.switch(Mode.COW)
+    report = window_manager.state.report()
+    assert (report["mode"], report["mode_asked"]) == ("off", "cow")
 
 
 @pytest.mark.parametrize("mode", ["off", "stage"])

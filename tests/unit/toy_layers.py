@@ -27,6 +27,7 @@ class ToyLayers:
         config = SimpleNamespace(
             speculative_config=SimpleNamespace(num_speculative_tokens=longest - 1),
             scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=4096),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         )
         self.window_manager = WindowManager(
             config, NworConfig.from_mapping({"mode": "stage"}), torch.device("cpu")

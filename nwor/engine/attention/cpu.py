@@ -18,37 +18,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from nwor.engine.attention.cpu_layout import PACKED, UNPACKED, cache_views
 from nwor.engine.attention.layer_context import LayerContext
-from nwor.engine.eligibility import Unsupported
-
-#: Layouts of the CPU backend whose K is [head_size, block_size] in a block, and V [block_size, head_size].
-STRIDED_ISAS = ("vec", "vec16")
-
-
-def cache_views(kv_cache: torch.Tensor, isa: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of a CPU cache as [num_blocks, block_size, num_kv_heads, head_size] views.
-
-    Args:
-        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], contiguous, as vLLM allocates it. A
-            head's share of a block holds first all of K, then all of V.
-        isa: the instruction set that vLLM chose for the layer; it decides the layout.
-
-    Raises:
-        Unsupported: if K is packed in a way that strides cannot express.
-
-    """
-    if isa not in STRIDED_ISAS:
-        raise Unsupported("cache_format", f"the CPU cache is packed for {isa}; strides cannot express it")
-    blocks, heads, block_size, twice = kv_cache.shape
-    head_size = twice // 2
-    block_stride, head_stride = kv_cache.stride(0), kv_cache.stride(1)
-    shape = (blocks, block_size, heads, head_size)
-    offset = kv_cache.storage_offset()
-    key_cache = kv_cache.as_strided(shape, (block_stride, 1, head_stride, block_size), offset)
-    value_cache = kv_cache.as_strided(
-        shape, (block_stride, head_size, head_stride, 1), offset + block_size * head_size
-    )
-    return key_cache, value_cache
 
 
 @dataclass
@@ -72,13 +43,21 @@ class NworCPUAttentionMetadata(CPUAttentionMetadata):
 
 
 class NworCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Builds metadata that can be split, and asks for windows to stand first in the batch."""
+    """Builds metadata that can be split; asks for windows to stand first and a cache of plain strides."""
+
+    isa: str
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         speculative = self.vllm_config.speculative_config
-        if speculative is not None:
-            self.reorder_batch_threshold = 1 + speculative.num_speculative_tokens
+        if speculative is None:
+            return
+        self.reorder_batch_threshold = 1 + speculative.num_speculative_tokens
+        # Where K is packed for AMX no window can be staged. Attention alone changes, and with little to lose:
+        # matrix products of the model's weights keep AMX. A KV connector packs what it moves as vLLM chose.
+        if self.isa == PACKED and self.vllm_config.kv_transfer_config is None:
+            self.isa = UNPACKED
+            self._set_isa_to_layers(self.layer_names)
 
     def build(
         self,
@@ -132,8 +111,8 @@ class NworCPUAttentionImpl(CPUAttentionBackendImpl):
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: CPUAttentionMetadata | None,
         output: torch.Tensor,
@@ -151,9 +130,9 @@ class NworCPUAttentionImpl(CPUAttentionBackendImpl):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         tokens, rest = window
         if rest is not None:
-            super().forward(
-                layer, query[tokens:], key[tokens:], value[tokens:], kv_cache, rest, output[tokens:]
-            )
+            if key is not None and value is not None:
+                key, value = key[tokens:], value[tokens:]
+            super().forward(layer, query[tokens:], key, value, kv_cache, rest, output[tokens:])
         return output
 
 
@@ -173,4 +152,4 @@ class NworCPUAttentionBackend(CPUAttentionBackend):
 
 def layer_cache_views(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cache views of one of vLLM's attention layers."""
-    return cache_views(layer.kv_cache, layer.isa)
+    return cache_views(layer.kv_cache, layer.isa, layer.kv_cache_dtype)

@@ -60,7 +60,10 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
             return
         split = layer_context.window.split
         if split is not None:  # a mixed step's graph is being captured
-            split.keep(layer_context.layer.name, key, value)
+            try:
+                split.keep(layer_context.layer.name, key, value)
+            except Exception as error:
+                layer_context.give_up("stage", error)
             if split.windows_only:
                 return
             super().do_kv_cache_update(layer, key, value, kv_cache, split.slots[layer_context.layer.name])
@@ -81,8 +84,8 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
         self,
         layer: torch.nn.Module,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: FlashAttentionMetadata,
         output: torch.Tensor,
@@ -131,30 +134,40 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
         layer_context: LayerContext,
         layer: torch.nn.Module,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: FlashAttentionMetadata,
         output: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend in a graph that serves any split of its rows: windows on one stream, the rest on another."""
+        """Attend in a graph that serves any split of its rows: windows on one stream, the rest on another.
+
+        After an error the layer attends as stock does; the graph is thrown away once all are captured.
+        """
         split = layer_context.window.split
-        # A short request without drafts may stand among the windows, and read what others of the step wrote.
-        split.fork()
-        with split.beside():
-            layer_context.attend(
-                query,
-                key,
-                value,
-                metadata.block_table,
-                split.window_starts,
-                metadata.seq_lens,
-                output,
-            )
-        if split.windows_only:
-            return output
-        rest = split.rest_of(self, metadata, kv_cache)
-        super().forward(layer, query, key, value, kv_cache, rest, output)
+        rest, attends = metadata, True
+        try:
+            # A short request without drafts may stand among the windows, and read what others of the step
+            # wrote.
+            split.fork()
+            with split.beside():
+                layer_context.attend(
+                    query,
+                    key,
+                    value,
+                    metadata.block_table,
+                    split.window_starts,
+                    metadata.seq_lens,
+                    output,
+                )
+            attends = not split.windows_only
+            if attends:
+                rest = split.rest_of(self, metadata, kv_cache)
+        except Exception as error:
+            layer_context.give_up("verify attention", error)
+            rest, attends = metadata, True
+        if attends:
+            super().forward(layer, query, key, value, kv_cache, rest, output)
         split.join()
         return output
 

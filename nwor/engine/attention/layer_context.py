@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nwor import ops
+from nwor.errors import WindowStateError
 from nwor.windows.window import StagedLayer, Window, WindowBatch
 from nwor.worker_state import WorkerState
 
@@ -220,8 +221,8 @@ class LayerContext:
     def attend_window(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         metadata: Any,
         output: torch.Tensor,
         rest_of: Callable[[Any, int, int], Any],
@@ -230,7 +231,7 @@ class LayerContext:
 
         Args:
             query: [rows, num_query_heads, head_size] of the whole step.
-            key: [rows, num_kv_heads, head_size], likewise.
+            key: [rows, num_kv_heads, head_size], likewise; None as for :meth:`attend`.
             value: likewise.
             metadata: the backend's metadata of the step (``block_table``, ``query_start_loc``, ``seq_lens``).
             output: [rows, num_query_heads, head_size]; the window's rows are written.
@@ -249,8 +250,8 @@ class LayerContext:
                 rest = rest_of(metadata, requests, tokens)
             self.attend(
                 query[:tokens],
-                key[:tokens],
-                value[:tokens],
+                key if key is None else key[:tokens],
+                value if value is None else value[:tokens],
                 metadata.block_table[:requests],
                 metadata.query_start_loc[: requests + 1],
                 metadata.seq_lens[:requests],
@@ -264,8 +265,8 @@ class LayerContext:
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         block_table: torch.Tensor,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
@@ -278,7 +279,8 @@ class LayerContext:
             query: [at least tokens, num_query_heads, head_size], in the layer's dtype, or quantized to float8
                 (e4m3) as vLLM does before attention where the cache is fp8; either goes to the kernels as it
                 is. Rows behind the windows' are left alone.
-            key: [as many, num_kv_heads, head_size].
+            key: [as many, num_kv_heads, head_size]; None where the layer attends once more to what it has
+                staged in this step, as layers of looped models do.
             value: likewise.
             block_table: int32 [requests, blocks].
             query_start_loc: int32 [requests + 1].
@@ -288,6 +290,11 @@ class LayerContext:
 
         """
         layer, parameters = self.layer, self.parameters
+        if key is None or value is None:
+            key, value = self._staged()
+            # What was copied aside has the windows' rows alone, and what was not has all of the step's.
+            rows = min(key.shape[0], query.shape[0])
+            query, key, value, output = query[:rows], key[:rows], value[:rows], output[:rows]
         ops.verify_attention(
             query,
             key,
@@ -316,7 +323,26 @@ class LayerContext:
         )
         self._checked.add(query.dtype)
 
+    def _staged(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the windows' keys and values that this layer has staged in the open batch."""
+        window, name = self.window, self.layer.name
+        sources = window.sources if window.split is None else window.split.sources
+        if name not in sources:
+            raise WindowStateError(f"attend {name}: no keys and values, and none were staged in this step")
+        return sources[name]
+
     def give_up(self, where: str, error: BaseException) -> None:
-        """Turn NWOR off after an error and finish the open batch by direct writes."""
-        self.state.fail(f"{where}, layer {self.layer.name}", error)
-        self.window.finish_direct()
+        """Turn NWOR off after an error and finish the open batch by direct writes.
+
+        While a graph is captured the error is noted instead, and the pass goes on as a stock step: so no
+        capture breaks off, and no rank waits for one that has.
+        """
+        window = self.window
+        where = f"{where}, layer {self.layer.name}"
+        if window.capture_errors is None:
+            self.state.fail(where, error)
+        else:
+            window.capture_errors.append(f"{where}: {type(error).__name__}: {error}")
+            if window.batch is None:
+                return  # a mixed step's graph
+        window.finish_direct()

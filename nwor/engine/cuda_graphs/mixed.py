@@ -202,7 +202,7 @@ class MixedGraphs:
 
         noted: dict[BatchExecutionDescriptor, dict[str, Source]] = {}
         self.graphs = run(self._noting(noted, slots, starts))
-        self._sources = {desc: window.captured(sources) for desc, sources in noted.items()}
+        self._sources = window_manager.capture_errors.captured(noted)
         by_loras: dict[int, list[BatchExecutionDescriptor]] = {}
         for desc in sorted(self.graphs, key=lambda desc: desc.num_tokens):
             by_loras.setdefault(desc.num_active_loras, []).append(desc)
@@ -223,11 +223,9 @@ class MixedGraphs:
             run: likewise.
 
         """
-        window = self._window_manager.window
-        assert window is not None
         noted: dict[BatchExecutionDescriptor, dict[str, Source]] = {}
         self.window_graphs = run(self._noting(noted, slots, starts, windows_only=True))
-        self._window_sources = {desc: window.captured(sources) for desc, sources in noted.items()}
+        self._window_sources = self._window_manager.capture_errors.captured(noted)
 
     def _noting(
         self,
@@ -290,9 +288,13 @@ class MixedGraphs:
         window = self._window_manager.window
         assert window is not None
         window.shared.clear()
+        if self._window_manager.capture_errors.found:  # a stock pass
+            yield
+            return
         window.split = split
         try:
-            yield
+            with self._window_manager.capture_errors.noting():
+                yield
         finally:
             window.split = None
 

@@ -98,25 +98,30 @@ class StageGraphs(Generic[Name]):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Capture the set within this block: time and memory of it are reported, replays are known after."""
+        """Capture the set within this block: time and memory of it are reported, replays are known after.
+
+        After an error in a layer no graph of the set is known; see ``CaptureErrors.settle``.
+        """
         self.clear()
         with capture_counted(self._window_manager.state, self._window_manager.device):
             yield
-            self._sources = {name: self._window.captured(sources) for name, sources in self._noted.items()}
+            self._sources = self._window_manager.capture_errors.captured(self._noted)
             self._noted, self._latest = {}, None
 
     @contextmanager
     def forward(self, num_requests: int, num_tokens: int) -> Iterator[None]:
         """Run one pass of a capture, a warm-up or the captured one, with an open window batch.
 
+        After an error in a layer it is a stock pass.
+
         Args:
             num_requests: requests of the graph's batch, all of which are windows.
             num_tokens: its rows.
 
-        Raises:
-            RuntimeError: if verify attention failed.
-
         """
+        if self._window_manager.capture_errors.found:
+            yield
+            return
         batch = WindowBatch(
             mode=Mode.STAGE,
             num_requests=num_requests,
@@ -124,13 +129,20 @@ class StageGraphs(Generic[Name]):
             query_start_loc=torch.empty(0, dtype=torch.int32, device=self._window_manager.device),
             slots={},
         )
-        self._window.begin(batch)
-        try:
-            yield
-            if not self._window.staging:
-                raise RuntimeError("verify attention failed while its graph was captured")
-        finally:
-            self._window.abort()
+        window = self._window
+        with self._window_manager.capture_errors.noting():
+            window.begin(batch)
+            try:
+                yield
+            finally:
+                window.abort()
+
+    def settle(self) -> bool:
+        """Forget all graphs if a layer failed in one, on whichever rank; return whether one did."""
+        if not self._window_manager.capture_errors.settle():
+            return False
+        self.clear()
+        return True
 
     def note(self, name: Name) -> None:
         """Note where the pass that has just been captured left its window."""

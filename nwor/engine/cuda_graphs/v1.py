@@ -55,6 +55,8 @@ class NworCUDAGraphWrapper(CUDAGraphWrapper):
                 yield
             finally:
                 self.capturing_stage = False
+        if self.stage.settle():
+            self.stage_entries = {}
 
     def clear_graphs(self) -> None:
         """Forget the graphs of both sets."""
@@ -64,7 +66,8 @@ class NworCUDAGraphWrapper(CUDAGraphWrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; in a step of full graphs, by the graph of the open window batch's mode."""
-        if not self.stage.staging or not is_forward_context_available():
+        # While it captures for `stage`, a pass after an error in a layer has no window.
+        if not (self.stage.staging or self.capturing_stage) or not is_forward_context_available():
             return super().__call__(*args, **kwargs)
         context = get_forward_context()
         if context.cudagraph_runtime_mode != self.runtime_mode:

@@ -135,11 +135,23 @@ class _CaptureBothModes(CudaGraphManager):
             # one with a fault has to write, and to replay the same graph as the others.
             if not self.nwor.state.shared_graphs:
                 self._capture_windows(create_forward_fn, progress_bar_desc)
+                if not self.stage.wanted:
+                    return
             descs = [desc for desc in descs if not self.mixed.serves(desc.num_tokens)]
         if not descs or self._max_full_descs_to_capture is not None:
             return
         with self.stage.capture(), other_graphs(self, self.stage_graphs, descs):
             super().capture(self._staging(create_forward_fn), f"{progress_bar_desc} (NWOR stage)")
+        self._settle()
+
+    def _settle(self) -> bool:
+        """Throw all graphs of NWOR's own away if a layer failed in one; return whether one did."""
+        if not self.stage.settle():
+            return False
+        self.mixed.clear()
+        self.stage_graphs = {}
+        self.nwor.state.mixed_graphs_why_not = "nothing is staged"
+        return True
 
     @property
     def _chooses_drafts(self) -> bool:
@@ -154,12 +166,15 @@ class _CaptureBothModes(CudaGraphManager):
         run = self._wrapped(descs, create_forward_fn, f"{progress_bar_desc} (NWOR windows)")
         with self._counted("A graph of windows"):
             self.mixed.capture_windows(*self._step_inputs, run)
+        self._settle()
 
     def _capture_mixed(self, create_forward_fn: ForwardFactory, progress_bar_desc: str) -> None:
         state = self.nwor.state
         run = self._wrapped(self.mixed_descs, create_forward_fn, f"{progress_bar_desc} (NWOR mixed)")
         with self._counted("A graph of a mixed step"):
             self.mixed.capture(self.mixed_descs, *self._step_inputs, run)
+        if self._settle():
+            return
         state.mixed_graphs_why_not = None
         logger.info(
             "%d graphs of mixed steps, up to %d rows, took %.1f s and %.2f GiB",

@@ -9,10 +9,7 @@ is, to the letter, the one that they were written for.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import logging
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -23,49 +20,33 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from nwor import ops
 from nwor.engine.fastpath.greedy_rejection import DTYPES, rejection_sample_greedy
-from nwor.engine.fastpath.stock import is_of
+from nwor.engine.fastpath.stock import Sources, changed
+from nwor.engine.vllm_features import accepts_lossily
 
 logger = logging.getLogger("vllm.nwor.greedy_sampling")
 
 _GPU = "vllm.v1.worker.gpu"
 _SPEC = f"{_GPU}.spec_decode"
+_KERNELS = f"{_SPEC}.rejection_sampler_utils"
 
-#: What each of the two ways stands for: module, path in it, and first digits of the hash of its source.
-DRAFTING = {(f"{_SPEC}.speculator", "DraftModelSpeculator.sample_draft"): "f729e99b44320e54"}
-VERIFYING = {
-    (f"{_SPEC}.rejection_sampler", "RejectionSampler._verify"): "94c9ec2b06f73ad5",
-    (f"{_SPEC}.rejection_sampler_utils", "rejection_sample"): "fa833427de8892b1",
-    (f"{_SPEC}.rejection_sampler_utils", "_compute_local_logits_stats_kernel"): "4d036d011e2231a3",
-    (f"{_SPEC}.rejection_sampler_utils", "_compute_global_target_argmax"): "1843bab16fdfb0c9",
-    (f"{_SPEC}.rejection_sampler_utils", "_rejection_kernel"): "26053a4cb923f5e5",
-    (f"{_SPEC}.rejection_sampler_utils", "_resample_kernel"): "e426b97e91df0bca",
-    (f"{_SPEC}.rejection_sampler_utils", "_seeded_resample_argmax"): "9bf5f1b171f73c81",
-    (f"{_SPEC}.rejection_sampler_utils", "_insert_resampled_kernel"): "d6a290f3be4de080",
-    (f"{_GPU}.sample.gumbel", "gumbel_block_argmax"): "7d8eb062d2a67c7b",
-    (f"{_GPU}.sample.gumbel", "gumbel_noised_argmax"): "07e181ff753d8e93",
-    (f"{_GPU}.sample.gumbel", "tl_rand32"): "ba8ad066ccc537f4",
+#: What each of the two ways stands for.
+DRAFTING: Sources = {
+    (f"{_SPEC}.speculator", "DraftModelSpeculator.sample_draft"): ("f729e99b44320e54", "f8c982c90ba2c1f7")
 }
-
-
-def digest(function: Any) -> str:
-    """Return the first 16 digits of the hash of a function's source."""
-    return sha256(inspect.getsource(function).encode()).hexdigest()[:16]
-
-
-def changed(known: dict[tuple[str, str], str]) -> str | None:
-    """Return which of some functions is not the known one; None if all are."""
-    for (module, path), source in known.items():
-        try:
-            found: Any = importlib.import_module(module)
-            for part in path.split("."):
-                found = getattr(found, part)
-            found = getattr(found, "fn", found)  # what Triton compiles
-            if is_of(found, module) and digest(found) == source:
-                continue
-        except (ImportError, AttributeError, OSError, TypeError):
-            pass
-        return f"{path} is not the known one"
-    return None
+VERIFYING: Sources = {
+    (f"{_SPEC}.rejection_sampler", "RejectionSampler._verify"): ("94c9ec2b06f73ad5", "10bb2c9b9812d2a3"),
+    (_KERNELS, "rejection_sample"): ("fa833427de8892b1", "0fad761aa6c0fd19"),
+    (_KERNELS, "_is_bonus_logit"): (None, "4870d372d19786f7"),
+    (_KERNELS, "_compute_local_logits_stats_kernel"): ("4d036d011e2231a3", "431df7a47f3921b6"),
+    (_KERNELS, "_compute_global_target_argmax"): ("1843bab16fdfb0c9",),
+    (_KERNELS, "_rejection_kernel"): ("26053a4cb923f5e5", "1bbd2248fe112eaf"),
+    (_KERNELS, "_resample_kernel"): ("e426b97e91df0bca",),
+    (_KERNELS, "_seeded_resample_argmax"): ("9bf5f1b171f73c81",),
+    (_KERNELS, "_insert_resampled_kernel"): ("d6a290f3be4de080",),
+    (f"{_GPU}.sample.gumbel", "gumbel_block_argmax"): ("7d8eb062d2a67c7b", "ea7673d6410e94aa"),
+    (f"{_GPU}.sample.gumbel", "gumbel_noised_argmax"): ("07e181ff753d8e93",),
+    (f"{_GPU}.sample.gumbel", "tl_rand32"): ("ba8ad066ccc537f4",),
+}
 
 
 class FastDraft:
@@ -97,8 +78,12 @@ class FastDraft:
         draft_step: torch.Tensor,
         draft_logits: torch.Tensor | None,
         spec_step_idx: int = 0,
+        **others: Any,
     ) -> torch.Tensor:
-        """Return the drafts of some rows, as the stock method does."""
+        """Return the drafts of some rows, as the stock method does.
+
+        Further arguments concern the drafter's random numbers, which the most likely token needs none of.
+        """
         speculator = self._speculator
         if draft_logits is not None or speculator.use_local_argmax_reduction:
             return self.stock(
@@ -110,6 +95,7 @@ class FastDraft:
                 draft_step,
                 draft_logits,
                 spec_step_idx,
+                **others,
             )
         logits = speculator.compute_draft_logits(hidden_states, spec_step_idx)
         sampled = self._argmax(logits)
@@ -238,6 +224,8 @@ def why_not_verify(sampler: Any) -> str | None:
         return f"the rejection sampler is a {type(sampler).__name__}"
     if sampler.watermark_key is not None:
         return "outputs are watermarked"
+    if accepts_lossily(sampler):
+        return "drafts may be accepted that are not the target's tokens"
     return changed(VERIFYING)
 
 

@@ -7,11 +7,25 @@ Nothing writes to them on the device, so the tensors of the step before serve as
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+
+from nwor.engine.fastpath.stock import Sources, changed
+
+logger = logging.getLogger("vllm.nwor.h2d_cache")
+
+#: What is stood for, and what shows that nothing writes to the two arrays on the device.
+INPUTS: Sources = {
+    ("vllm.utils.torch_utils", "async_tensor_h2d"): ("1631ef2e73d210dd", "3ccfb4fa33ead3c8"),
+    ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.prepare_inputs"): (
+        "bdd97f12ca571c07",
+        "acd917326a3288c6",
+    ),
+}
 
 
 class H2DCache:
@@ -57,9 +71,19 @@ class H2DCache:
         return tensor
 
 
-def apply() -> None:
-    """Put it in place in this process, once."""
+def apply() -> str | None:
+    """Put it in place in this process, once.
+
+    Returns:
+        Why inputs are copied as vLLM does it, which the log says too; None where it is in place.
+
+    """
     from vllm.v1.worker.gpu import model_runner
 
     if not isinstance(model_runner.async_tensor_h2d, H2DCache):
+        reason = changed(INPUTS)
+        if reason is not None:
+            logger.warning("NWOR leaves the copies of inputs as vLLM does them: %s", reason)
+            return reason
         model_runner.async_tensor_h2d = H2DCache(model_runner.async_tensor_h2d)  # type: ignore[assignment]
+    return None

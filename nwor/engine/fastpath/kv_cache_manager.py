@@ -24,7 +24,30 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from nwor.engine.fastpath.stock import replaced_in
+from nwor.engine.fastpath.stock import Sources, replaced_in
+
+_MANAGER = "vllm.v1.core.kv_cache_manager"
+_COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
+_GROUP = "vllm.v1.core.single_type_kv_cache_manager"
+
+#: What the short ways stand for.
+BLOCKS: Sources = {
+    (_MANAGER, "KVCacheManager.allocate_slots"): ("8c60d937fd9eb0c8",),
+    (_MANAGER, "KVCacheManager.cache_blocks"): ("62ae87327fd28249",),
+    (_MANAGER, "KVCacheManager.create_kv_cache_blocks"): ("300bc309b9a12709",),
+    (_COORDINATOR, "KVCacheCoordinator.get_num_blocks_to_allocate"): ("4500949e3f03d550",),
+    (_COORDINATOR, "KVCacheCoordinator.allocate_new_blocks"): ("2ceddac003607879",),
+    (_COORDINATOR, "KVCacheCoordinator.cache_blocks"): ("8a801b2adf06ab1a", "e3e02a290b355aba"),
+    (_COORDINATOR, "KVCacheCoordinator.get_num_cacheable_tokens"): ("d7221b47aebf9a46",),
+    (_COORDINATOR, "HybridKVCacheCoordinator.get_num_cacheable_tokens"): ("4b00f5b368d98de1",),
+    (_COORDINATOR, "KVCacheCoordinator.remove_skipped_blocks"): ("03a961e76820d666",),
+    (_GROUP, "SingleTypeKVCacheManager.get_num_blocks_to_allocate"): ("f50d7c5b545195c3",),
+    (_GROUP, "SingleTypeKVCacheManager.allocate_new_blocks"): ("b8edfbf2e1667228",),
+    (_GROUP, "SingleTypeKVCacheManager.cache_blocks"): ("973ea9fec0745c95", "11b6adde36e893ec"),
+    (_GROUP, "SingleTypeKVCacheManager.remove_skipped_blocks"): ("7bf0e2a87ec3ccd0",),
+    (_GROUP, "FullAttentionManager.cache_blocks"): ("981125e4caafbec8",),
+    (_GROUP, "SlidingWindowManager.get_num_skipped_tokens"): ("148ecb450daf8edc",),
+}
 
 _GROUPS = (FullAttentionManager, SlidingWindowManager)
 _COORDINATORS = (UnitaryKVCacheCoordinator, HybridKVCacheCoordinator, KVCacheCoordinatorNoPrefixCache)

@@ -24,9 +24,36 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from nwor.engine.fastpath.stock import is_of
+from nwor.engine.fastpath.stock import Sources, is_of
+from nwor.engine.vllm_features import base_takes_placeholders_back, results_enqueue_requests
 
 logger = logging.getLogger("vllm.nwor.scheduler")
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+
+#: What the short ways for one request's tokens stand for.
+TOKENS: Sources = {
+    (_SCHEDULER, "Scheduler._update_request_with_output"): ("ff6e3f664c996a8f", "093836bff0607708"),
+    ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_request_with_output"): (
+        "c4c4ccac872af040",
+        None,
+    ),
+    (_SCHEDULER, "Scheduler.make_spec_decoding_stats"): ("7065c195b8fdde52",),
+    (_SCHEDULER, "Scheduler.make_stats"): ("8963d2ab6518f994",),
+    ("vllm.v1.core.sched.utils", "check_stop"): ("5149b60c92d21064",),
+    ("vllm.v1.request", "Request.append_output_token_ids"): ("8ff2924a5d8749d6",),
+    ("vllm.v1.request", "Request.update_block_hashes"): ("fbb2f6a93ec8525b",),
+    ("vllm.v1.core.kv_cache_utils", "get_request_block_hasher"): ("68c195e3879cc4c2", "6e4728966af6ef0c"),
+    ("vllm.v1.spec_decode.metrics", "SpecDecodingStats.observe_draft"): ("7e518ef741a2248f",),
+}
+#: What the short way for a whole step's results stands for besides.
+RESULTS: Sources = {
+    (_SCHEDULER, "Scheduler.update_from_output"): ("85b29db96051135c", "8067d98a98b620cb"),
+    (_SCHEDULER, "Scheduler._handle_stopped_request"): ("9a77c9522634358e", "cdda5f7df97892ec"),
+    ("vllm.v1.engine", "EngineCoreOutput"): ("d5b3ee3647b9cd80", "520a7fd5f66f4fef"),
+    ("vllm.v1.engine", "EngineCoreOutputs"): ("e10869537db31015",),
+    ("vllm.v1.outputs", "ModelRunnerOutput"): ("b936f7c6940fc6ea",),
+}
 
 
 class FastResults(Scheduler):
@@ -43,6 +70,9 @@ class FastResults(Scheduler):
         super().__init__(*args, **kwargs)
         # Verify steps of requests in the step that is taken in: draft tokens and accepted ones.
         self._fast_drafts: dict[tuple[int, int], int] = {}
+        # Which of its methods vLLM has for these two, which differs between its versions.
+        self._fast_base_takes_back = base_takes_placeholders_back()
+        self._fast_enqueues = results_enqueue_requests()
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -94,9 +124,11 @@ class FastResults(Scheduler):
         stats: SpecDecodingStats | None = None
         stopped_running: set[Request] = set()
         stopped_preempted: set[Request] = set()
+        going_on: list[Request] = []
         # What a scheduler does with a request's tokens, where its class is known to do no more than that.
         update = type(self)._update_request_with_output
-        ahead = update is AsyncScheduler._update_request_with_output
+        base_takes_back = self._fast_base_takes_back
+        ahead = not base_takes_back and update is AsyncScheduler._update_request_with_output
         inline = ahead or update is FastResults._update_request_with_output
         cache_blocks = self.kv_cache_manager.cache_blocks
         for request_id, scheduled in step.num_scheduled_tokens.items():
@@ -129,10 +161,15 @@ class FastResults(Scheduler):
             if not tokens:
                 continue
             status = request.status
+            ahead_of_output = request.num_output_placeholders > 0
             if inline and self._fast_goes_on(request, tokens):
                 stopped = False
                 self._fast_append(request, tokens)
-                if ahead:
+                if base_takes_back:
+                    if not stale and ahead_of_output:
+                        request.num_output_placeholders -= len(tokens)
+                        assert request.num_output_placeholders >= 0
+                elif ahead:
                     if not stale:
                         request.num_output_placeholders -= len(tokens)
                         assert request.num_output_placeholders >= 0
@@ -140,6 +177,13 @@ class FastResults(Scheduler):
                         cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
             else:
                 tokens, stopped = self._update_request_with_output(request, tokens, is_stale=stale)
+            if (
+                base_takes_back
+                and not stale
+                and status == RequestStatus.RUNNING
+                and (ahead_of_output or self.num_spec_tokens > 0)
+            ):
+                cache_blocks(request, request.num_computed_tokens - request.num_in_flight_tokens)
             if not self.structured_output_manager.accept_tokens(request, tokens):
                 logger.error("The grammar of request %s rejects tokens %s, which end it", request_id, tokens)
                 request.status = RequestStatus.FINISHED_ERROR
@@ -156,7 +200,8 @@ class FastResults(Scheduler):
             ):
                 output.new_logprobs = result.logprobs.slice_request(rows[request_id], len(tokens))
             if stopped:
-                self._fast_stop(request, output)
+                if not self._fast_stop(request, output) and self._fast_enqueues:
+                    going_on.append(request)
                 (stopped_running if status == RequestStatus.RUNNING else stopped_preempted).add(request)
             output.stop_reason = request.stop_reason
             if request.events:
@@ -169,16 +214,25 @@ class FastResults(Scheduler):
             self.waiting.remove_requests(stopped_preempted)
             self.kv_holding_waiting.remove_requests(stopped_preempted)
             self.deferred_waiting.difference_update(stopped_preempted)
+        for request in going_on:
+            self._enqueue_waiting_request(request)
         return outputs, stats
 
-    def _fast_stop(self, request: Request, output: EngineCoreOutput) -> None:
-        """Let go a request that a token has stopped, and say so in its output."""
+    def _fast_stop(self, request: Request, output: EngineCoreOutput) -> bool:
+        """Let go a request that a token has stopped, and say so in its output.
+
+        Returns:
+            Whether it has ended; else it goes on with the next part of its prompt.
+
+        """
         # Before it goes on with the next part of its prompt, if it is one that has several.
         output.finish_reason = request.get_finished_reason()
-        if self._handle_stopped_request(request):
+        ended: bool = self._handle_stopped_request(request)
+        if ended:
             output.kv_transfer_params, output.ec_transfer_params = self._free_request(request)
         if output.finish_reason is not None:
             output.spec_decode_metrics = request.spec_decode_metrics
+        return ended
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
@@ -190,6 +244,9 @@ class FastResults(Scheduler):
             )
             return result
         self._fast_append(request, new_token_ids)
+        if self._fast_base_takes_back and not is_stale and request.num_output_placeholders > 0:
+            request.num_output_placeholders -= len(new_token_ids)
+            assert request.num_output_placeholders >= 0
         return new_token_ids, False
 
     def _fast_append(self, request: Request, new_token_ids: list[int]) -> None:

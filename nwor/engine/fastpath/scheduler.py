@@ -20,11 +20,26 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from nwor.config import NworConfig
 from nwor.engine.fastpath import kv_cache_manager
-from nwor.engine.fastpath.results import FastResults
-from nwor.engine.fastpath.stock import is_of, replaced_in
+from nwor.engine.fastpath.kv_cache_manager import BLOCKS
+from nwor.engine.fastpath.results import RESULTS, TOKENS, FastResults
+from nwor.engine.fastpath.stock import Sources, changed, is_of, replaced_in
+from nwor.engine.vllm_features import counts_executed_steps, prefill_cadence, steps_skip_drafts
 
 logger = logging.getLogger("vllm.nwor.scheduler")
 
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_OUTPUT = "vllm.v1.core.sched.output"
+
+#: What a whole step made the short way stands for, beside what its parts do.
+STEPS: Sources = {
+    (_SCHEDULER, "Scheduler.schedule"): ("da4f2cf2fc39c39e", "fa34c8a13c0a8936"),
+    (_SCHEDULER, "Scheduler._make_cached_request_data"): ("8aeb1dc3ba937dd2",),
+    (_SCHEDULER, "Scheduler._reserve_prefill_lookahead"): ("c214e49d7610a63a",),
+    (_SCHEDULER, "Scheduler._drafts_unused"): (None, "b3219dbf2519479e"),
+    (_SCHEDULER, "Scheduler._get_encoder_input_updates"): (None, "06f1610896a403e8"),
+    (_OUTPUT, "SchedulerOutput"): ("97fb4463a2eda132", "684c2884d3841610"),
+    (_OUTPUT, "CachedRequestData"): ("b0a215b040121b1a",),
+}
 
 #: Functions that the short ways stand for, beside methods of the classes below, and where they come from.
 _FUNCTIONS = {
@@ -45,13 +60,13 @@ def why_not(scheduler: Scheduler) -> str | None:
     for name in ("_reserve_prefill_lookahead", "_make_cached_request_data"):
         if getattr(type(scheduler), name) is not getattr(Scheduler, name):
             return f"{type(scheduler).__name__} has a {name} of its own"
-    return kv_cache_manager.why_not(scheduler.kv_cache_manager)
+    return kv_cache_manager.why_not(scheduler.kv_cache_manager) or changed(TOKENS, BLOCKS)
 
 
 def _why_no_steps(scheduler: Any) -> str | None:
     """Return why no whole step may be made the short way; None if one may.
 
-    None of this is a fault: vLLM then does more in a step than the short way does.
+    But for the last of them these are no faults: vLLM then does more in a step than the short way does.
     """
     config = scheduler.scheduler_config
     for found, what in (
@@ -65,11 +80,12 @@ def _why_no_steps(scheduler: Any) -> str | None:
         (scheduler.num_sampled_tokens_per_step != 1, "no token sampled after a prompt"),
         (config.long_prefill_token_threshold > 0, "a bound for chunks of prompts"),
         (scheduler.use_pp and not config.async_scheduling, "pipeline stages in lockstep"),
+        (prefill_cadence(scheduler), "an interval between prompts"),
         (scheduler.observability_config.enable_logging_iteration_details, "details of steps in the log"),
     ):
         if found:
-            return what
-    return None
+            return f"there is {what}"
+    return changed(TOKENS, BLOCKS, RESULTS, STEPS)
 
 
 class FastScheduling(FastResults):
@@ -77,6 +93,9 @@ class FastScheduling(FastResults):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # What vLLM's versions do differently in each step.
+        self._fast_counts_steps = counts_executed_steps(self)
+        self._fast_skips_drafts = steps_skip_drafts()
         config = NworConfig.from_additional_config(self.vllm_config.additional_config)
         if config is None or not config.fast_host:
             return
@@ -88,10 +107,8 @@ class FastScheduling(FastResults):
             reason = _why_no_steps(self)
             self._fast_steps = reason is None
             if reason is not None:
-                found["scheduler_steps"] = f"there is {reason}"
-                logger.info(
-                    "NWOR shortens parts of the scheduler's steps, not whole ones: there is %s", reason
-                )
+                found["scheduler_steps"] = reason
+                logger.info("NWOR shortens parts of the scheduler's steps, not whole ones: %s", reason)
         else:
             logger.warning("NWOR leaves the scheduler's work on the host as vLLM does it: %s", reason)
 
@@ -157,6 +174,8 @@ class FastScheduling(FastResults):
         new_block_ids: list[tuple[list[int], ...] | None] = []
         num_computed_tokens: list[int] = []
         num_output_tokens: list[int] = []
+        skips = self._fast_skips_drafts and self.can_skip_drafts
+        drafts_needed = not skips
         for request, new, lacking in plan:
             request_id = request.request_id
             num_scheduled_tokens[request_id] = new
@@ -164,6 +183,9 @@ class FastScheduling(FastResults):
                 new_block_ids.append(None)
             else:
                 new_block_ids.append(manager.take(request, new, lookahead).get_block_ids(allow_none=True))
+            drafts_needed = drafts_needed or not self._drafts_unused(
+                request, request.num_computed_tokens, new
+            )
             if request.spec_token_ids:
                 drafts[request_id] = request.spec_token_ids
                 request.spec_token_ids = []
@@ -178,6 +200,8 @@ class FastScheduling(FastResults):
                     all_token_ids[request.request_id] = request.all_token_ids.copy()
             before.clear()
             before.update(num_scheduled_tokens)
+        if self._fast_counts_steps:
+            self.num_executed_steps += 1
         output = SchedulerOutput(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=CachedRequestData(
@@ -202,5 +226,7 @@ class FastScheduling(FastResults):
             else self.dynamic_sd_lookup[len(plan)],
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
+        if skips:
+            output.skip_drafts = not drafts_needed
         self._update_after_schedule(output)
         return output

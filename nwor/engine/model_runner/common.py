@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from nwor.config import NworConfig
 from nwor.counts.records import WorkerFacts
+from nwor.engine import draft_head
 from nwor.engine.attention.attachment import CacheViews
 from nwor.engine.attention.target_layers import slot_keys, target_layers
 from nwor.engine.pipeline_parallel.stages import PipelineStages
@@ -27,6 +28,7 @@ class NworRunner(Base):
     """Stands before vLLM's runner in the method order, behind the mixin of V1 or V2."""
 
     nwor: WindowManager
+    _nwor_draft_head: draft_head.DraftHead | None = None
     #: The plan of the step that was committed last, until it is counted.
     _nwor_finished: StepPlan | None = None
     #: Whether the scheduler knows what steps cost.
@@ -39,9 +41,18 @@ class NworRunner(Base):
     nwor_cache_views: CacheViews
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model and its drafter, which needs no adapters."""
+        """Load the model and its drafter, which needs no adapters and may have a vocabulary of its own."""
         super().load_model(*args, **kwargs)
         mend_drafter(self)
+        config = NworConfig.from_additional_config(self.vllm_config.additional_config)
+        self._nwor_draft_head = draft_head.install(self, config.draft_vocabulary if config else None)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """Load weights anew, and what was taken from them."""
+        result = super().reload_weights(*args, **kwargs)
+        if self._nwor_draft_head is not None:
+            self._nwor_draft_head.refresh()
+        return result
 
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
         """Allocate the cache, then bind the target's layers to it; those of a profiling run stay unbound."""
@@ -49,6 +60,8 @@ class NworRunner(Base):
         config = NworConfig.from_additional_config(self.vllm_config.additional_config)
         assert config is not None
         self.nwor = WindowManager(self.vllm_config, config, self.device)
+        if (head := self._nwor_draft_head) is not None:
+            self.nwor.state.draft_vocabulary = {"tokens": head.size, "of": head.vocabulary}
         if is_profiling:
             return
         keys = slot_keys(self.kv_cache_config)

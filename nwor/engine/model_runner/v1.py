@@ -13,6 +13,7 @@ from nwor.engine.model_runner.common import NworRunner
 from nwor.engine.request_isolation.common import send_failures
 from nwor.engine.request_isolation.v1 import IsolatingRunnerV1
 from nwor.engine.step_plan import rejected_drafts, takes_over_blocks
+from nwor.engine.workarounds import sampled_drafts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,6 +31,10 @@ class NworRunnerV1(NworRunner, IsolatingRunnerV1):
     """
 
     _nwor_scheduled: SchedulerOutput | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        sampled_drafts.mend()
+        super().__init__(*args, **kwargs)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; a window batch left open by an exception is dropped without a write."""

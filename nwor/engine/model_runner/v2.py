@@ -94,11 +94,12 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
         sampled_tokens: torch.Tensor,
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
-        query_start_loc: torch.Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Commit the open batch, then update the requests' state."""
         self._nwor_finished = self.nwor.finish(num_rejected)
-        super().postprocess_sampled(idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
+        super().postprocess_sampled(idx_mapping, sampled_tokens, num_sampled, num_rejected, *args, **kwargs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, commit and draft; the counts are read when the output's own copy has arrived."""

@@ -43,3 +43,23 @@ class PipelineStages:
         said: list[Any] = [None] * self.count
         torch.distributed.all_gather_object(said, mine, group=self.group)
         return said
+
+
+def gather_from_ranks(mine: Any, vllm_config: Any) -> list[Any]:
+    """Return what each rank of this replica says; every one of them has to call this.
+
+    Args:
+        mine: what this one says; small, and able to be pickled.
+        vllm_config: the engine's configuration.
+
+    """
+    said, parallel = [mine], vllm_config.parallel_config
+    if parallel.tensor_parallel_size > 1:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group()
+        said = [None] * group.world_size
+        torch.distributed.all_gather_object(said, mine, group=group.cpu_group)
+    if parallel.pipeline_parallel_size > 1:
+        said = [one for stage in PipelineStages.current().gather(said) for one in stage]
+    return said

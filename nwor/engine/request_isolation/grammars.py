@@ -19,6 +19,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from nwor.config import NworConfig
 from nwor.engine.request_isolation.grammar_limit import LimitedCompiler, limit
+from nwor.engine.vllm_features import mask_stride
 
 logger = logging.getLogger("vllm.nwor.grammars")
 
@@ -73,14 +74,14 @@ class GuardedGrammars(StructuredOutputManager):
         except Exception:
             masks = self._one_by_one(requests, ids, scheduled_spec_decode_tokens)
         if masks is not None and self._nwor_control:
-            row = 0
+            row, stride = 0, mask_stride(self.vllm_config)
             for request_id in ids:
                 rows = 1 + len(scheduled_spec_decode_tokens.get(request_id, ()))
                 request = requests[request_id]
                 if _is_plain(request):
                     control = self._nwor_control - request.sampling_params.all_stop_token_ids
                     _take_out(masks[row : row + rows], control)
-                row += rows
+                row += stride or rows
         return masks
 
     def _one_by_one(self, requests: Any, ids: list[str], drafts: Any) -> npt.NDArray[np.int32] | None:
@@ -95,7 +96,8 @@ class GuardedGrammars(StructuredOutputManager):
                 words = -(-self.vllm_config.model_config.get_vocab_size() // 32)
                 if self._grammar_bitmask is not None:
                     words = self._grammar_bitmask.shape[1]
-                parts.append(np.full((1 + len(drafts.get(request_id, ())), words), -1, dtype=np.int32))
+                rows = mask_stride(self.vllm_config) or 1 + len(drafts.get(request_id, ()))
+                parts.append(np.full((rows, words), -1, dtype=np.int32))
         return np.concatenate(parts) if parts else None
 
     def accept_tokens(self, request: Any, new_token_ids: list[int]) -> bool:

@@ -23,6 +23,7 @@ from nwor.engine.request_isolation.common import (
     failures_of,
 )
 from nwor.engine.request_isolation.grammars import NothingLeftError, guard
+from nwor.engine.vllm_features import end_with_errors
 
 logger = logging.getLogger("vllm.nwor.isolation")
 
@@ -153,7 +154,7 @@ class RequestFailures(Scheduler):
             reasons[request_id] = reason(400, self._nwor_compile_error(request_id))
         if failures:
             attach_failures(result, failures)
-            self.grammar_compile_error_reqs.update(failures.requests)
+            end_with_errors(self, failures.requests.keys())
             self._nwor_report(failures)
         return reasons
 

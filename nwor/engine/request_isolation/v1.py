@@ -25,6 +25,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 from nwor.engine.request_isolation.common import Isolating, is_isolable, join_logprobs
+from nwor.engine.vllm_features import mask_stride, masks_of
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Base
@@ -207,12 +208,11 @@ class IsolatingRunnerV1(Isolating, Base):
         if grammar is None or request not in grammar.structured_output_request_ids:
             return
         scheduled = self._nwor_step.scheduler_output
-        start = 0
-        for other in grammar.structured_output_request_ids:
-            if other == request:
-                break
-            start += 1 + len(scheduled.scheduled_spec_decode_tokens.get(other, ()))
-        own = GrammarOutput([request], grammar.grammar_bitmask[start : start + logits.shape[0]])
+        drafts = scheduled.scheduled_spec_decode_tokens
+        rows = masks_of(
+            grammar, request, lambda other: len(drafts.get(other, ())), mask_stride(self.vllm_config)
+        )
+        own = GrammarOutput([request], grammar.grammar_bitmask[rows])
         alone: Any = SimpleNamespace(req_ids=[request])  # all that is read of a batch
         apply_grammar_bitmask(scheduled, own, alone, logits)
 

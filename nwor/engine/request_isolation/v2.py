@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejec
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from nwor.engine.request_isolation.common import Isolating, is_isolable, join_logprobs
+from nwor.engine.vllm_features import mask_stride, masks_of
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Base
@@ -114,7 +115,7 @@ class IsolatingRunnerV2(Isolating, Base):
             for index, request in enumerate(input_batch.req_ids[: input_batch.num_reqs]):
                 try:
                     alone = batch_of(input_batch, index)
-                    own = grammar_of(grammar_output, request, input_batch)
+                    own = grammar_of(grammar_output, request, input_batch, mask_stride(self.vllm_config))
                     outputs.append(super().sample(hidden_states, alone, own)[0])
                 except Exception as own_error:
                     if not is_isolable(own_error):
@@ -191,17 +192,19 @@ def batch_of(batch: InputBatch, index: int) -> InputBatch:
     )
 
 
-def grammar_of(grammar: GrammarOutput | None, request: str, batch: InputBatch) -> GrammarOutput | None:
-    """Return the masks of one request; None where it has none."""
+def grammar_of(
+    grammar: GrammarOutput | None, request: str, batch: InputBatch, stride: int | None
+) -> GrammarOutput | None:
+    """Return the masks of one request; None where it has none. ``stride`` is :func:`mask_stride`'s."""
     if grammar is None or request not in grammar.structured_output_request_ids:
         return None
     place = grammar.structured_output_request_ids.index(request)
     lengths = dict(zip(batch.req_ids, np.diff(batch.cu_num_logits_np).tolist(), strict=False))
-    first = sum(lengths.get(other, 0) for other in grammar.structured_output_request_ids[:place])
+    rows = masks_of(grammar, request, lambda other: lengths.get(other, 0) - 1, stride)
     acceptable = grammar.num_acceptable_drafts
     return GrammarOutput(
         [request],
-        grammar.grammar_bitmask[first : first + lengths[request]],
+        grammar.grammar_bitmask[rows],
         None if acceptable is None else acceptable[place : place + 1],
     )
 

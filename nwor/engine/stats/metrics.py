@@ -53,7 +53,9 @@ class NworStatLogger(AggregateStatLoggerBase):
         self._create(speculative.num_speculative_tokens if speculative is not None else 1)
         for engine in engine_indexes:
             # Another process may have served for a while already.
-            self._show_mode(config.mode.value, engine, 0)
+            # No step will ever say what becomes of the mode where none verifies.
+            mode = config.mode if speculative is not None else Mode.OFF
+            self._show_mode(mode.value, engine, 0)
             self._show_zeros((self._model, str(engine)))
             if config.draft_tokens is not None:
                 for drafts in range(config.draft_tokens.most + 1):

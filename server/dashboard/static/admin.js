@@ -181,7 +181,7 @@ export class Admin {
           : `${ranks.length} ranks, ${agree ? "in agreement" : "which do not agree"}.`,
       );
     for (const rank of ranks) {
-      if (rank.unsupported) parts.push(`Rank ${rank.rank} can stage nothing: ${rank.unsupported}.`);
+      if (rank.unsupported) parts.push(`Rank ${rank.rank} can stage nothing: ${rank.unsupported.detail}.`);
       if (rank.fault)
         parts.push(`Rank ${rank.rank} was turned off by a fault: ${rank.fault}. Switching clears it.`);
     }
