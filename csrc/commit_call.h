@@ -12,6 +12,7 @@ struct CommitCall {
   const LayerRow* table;           // [layers], on the device
   const int64_t* slots;            // [tokens]
   const int32_t* query_start_loc;  // [batch + 1]
+  const int32_t* source_index;     // [tokens]: the row that each slot gets, negative for none; or null
   const float* k_scales;           // [layers, k_scales_per_layer], or null
   const float* v_scales;
   int64_t layers, tokens, batch;
@@ -22,7 +23,7 @@ struct CommitCall {
 };
 
 // Both libraries export `const char* nwor_{cpu,cuda}_commit(const CommitCall*, const int32_t* rejected, void* stream)`:
-// writes each window but its last `rejected[i]` tokens, for i < batch, and returns null, or what went wrong. The text
-// is valid until the thread's next call. `stream` is a cudaStream_t whose device is the current one; unused on a CPU.
+// writes each window but its last `rejected[i]` tokens, for i < batch, or by `source_index` alone where that is given,
+// and returns null, or what went wrong. The text is valid until the thread's next call. `stream` is a cudaStream_t whose device is the current one; unused on a CPU.
 
 }  // namespace nwor

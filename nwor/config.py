@@ -13,6 +13,7 @@ from typing import Any
 from nwor.draft_vocabulary import VocabularyChoice
 from nwor.errors import ConfigError
 from nwor.modes import Mode
+from nwor.tree_shape import TreeShape
 
 #: The key in vLLM's ``additional_config`` that holds the settings below.
 CONFIG_KEY = "nwor"
@@ -102,6 +103,7 @@ class NworConfig:
         draft_tokens: the engine chooses each step's number of draft tokens within these bounds; None where
             vLLM's own settings fix it.
         draft_vocabulary: the tokens that an EAGLE head drafts of; None where it may draft any.
+        tree: how large the trees of draft tokens are; None where windows are chains.
 
     """
 
@@ -114,6 +116,7 @@ class NworConfig:
     grammar_seconds: int = 20
     draft_tokens: DraftBounds | None = None
     draft_vocabulary: VocabularyChoice | None = None
+    tree: TreeShape | None = None
 
     def __post_init__(self) -> None:
         """Check that the settings fit together.
@@ -168,6 +171,8 @@ class NworConfig:
             values["draft_tokens"] = DraftBounds.parse(settings["draft_tokens"])
         if settings.get("draft_vocabulary") is not None:
             values["draft_vocabulary"] = _parse_vocabulary(settings["draft_vocabulary"])
+        if settings.get("tree") is not None:
+            values["tree"] = TreeShape.from_mapping(settings["tree"])
         return cls(**values)
 
     @classmethod
@@ -200,6 +205,7 @@ class NworConfig:
             "grammar_seconds": self.grammar_seconds,
             "draft_tokens": None if self.draft_tokens is None else str(self.draft_tokens),
             "draft_vocabulary": None if self.draft_vocabulary is None else str(self.draft_vocabulary),
+            "tree": None if self.tree is None else self.tree.to_mapping(),
         }
 
 

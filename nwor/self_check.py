@@ -27,6 +27,7 @@ class SelfCheck:
     def __init__(self, window: Window) -> None:
         assert window.batch is not None
         self._batch: WindowBatch = window.batch
+        self._source_rows = window.source_rows
         self._groups: list[tuple[int, LayerGroupOps]] = [
             (group.slot_key, group_ops) for group, group_ops in window.group_ops
         ]
@@ -72,6 +73,11 @@ class SelfCheck:
         draft = (index >= 1) & (rows < starts[-1])
         lengths = starts[1:] - starts[:-1]
         kept = index < (lengths - rejected[: len(lengths)])[request]
+        source_rows = rows
+        if self._source_rows is not None and sources:
+            own = self._source_rows[: len(rows)]
+            # Where a slot of a tree gets its bytes from is asked as well as whether it gets any.
+            kept, source_rows = kept & (own >= 0), own.clamp(min=0).long()
         broken = torch.zeros((), dtype=torch.int64, device=starts.device)
         for (slot_key, group_ops), before in zip(self._groups, self._before, strict=True):
             after = self._read(slot_key, group_ops)
@@ -85,7 +91,7 @@ class SelfCheck:
                     wrong = torch.zeros_like(present)
                     for side, tensor in enumerate(sources[layer.name]):
                         # A captured graph's rows are as many as its batch size, the step's may be fewer.
-                        rows_of = tensor[: self._batch.num_tokens]
+                        rows_of = tensor[: self._batch.num_tokens][source_rows]
                         staged = rows_of.reshape(rows_of.shape[0], -1).contiguous().view(torch.uint8)
                         wrong |= (staged != after[number, side]).any(dim=-1)
                     broken += (wrong & present & kept).sum()

@@ -11,6 +11,7 @@ from nwor.draft_vocabulary import METHODS
 from nwor.engine import plugin
 from nwor.errors import ConfigError
 from nwor.modes import Mode
+from nwor.tree_shape import DEFAULT_DEPTH, DEFAULT_WIDTH, TreeShape
 from server.errors import UsageError
 
 #: Where the admin key is read from when no flag names one.
@@ -89,6 +90,27 @@ def add_nwor_options(parser: argparse.ArgumentParser) -> None:
         help="Tokens that an EAGLE head drafts of, so that it reads a part of its output layer: a table that "
         "`nwor-server count-tokens` wrote, its first N, or the tokenizer's first N. Answers stay the same.",
     )
+    group.add_argument(
+        "--tree-nodes",
+        type=int,
+        metavar="N",
+        help="Draft trees: N draft tokens a step, the likeliest of what an EAGLE head proposes, runners-up "
+        "among them. For few requests at a time. In the place of --num-speculative-tokens.",
+    )
+    group.add_argument(
+        "--tree-depth",
+        type=int,
+        metavar="D",
+        help=f"Passes of the drafter, and so the most draft tokens that a step can accept. Default: "
+        f"{DEFAULT_DEPTH}, or N where that is less.",
+    )
+    group.add_argument(
+        "--tree-width",
+        type=int,
+        metavar="W",
+        help="Candidates of each pass. Default: enough for twice as many candidates as nodes, and "
+        f"{DEFAULT_WIDTH} at least.",
+    )
     group.add_argument("--no-nwor", action="store_true", help="Leave NWOR out of the engine: stock vLLM.")
     group.add_argument(
         "--admin-api-key",
@@ -127,9 +149,11 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool) -> None:
     _resolve_admin_key(args)
     _check_admin_address(args)
     given = {key: getattr(args, name) for name, key in _SETTINGS.items() if getattr(args, name) is not None}
-    first = next(
-        (f"--{name.replace('_', '-')}" for name in _SETTINGS if getattr(args, name) is not None), None
-    )
+    tree = tree_of(args)
+    if tree is not None:
+        given["tree"] = tree.to_mapping()
+    names = (*_SETTINGS, "tree_nodes")
+    first = next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None), None)
     additional = dict(args.additional_config or {})
     configured = CONFIG_KEY in additional
     if first is not None and configured:
@@ -162,6 +186,25 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool) -> None:
     if not args.no_nwor:
         # Where the package is installed vLLM does this by itself.
         plugin.register()
+
+
+def tree_of(args: argparse.Namespace) -> TreeShape | None:
+    """Return the tree that the flags ask for; None where they ask for none.
+
+    Raises:
+        UsageError: flags that are not valid, or no number of nodes.
+
+    """
+    nodes, depth, width = args.tree_nodes, args.tree_depth, args.tree_width
+    if nodes is None:
+        for name, value in (("--tree-depth", depth), ("--tree-width", width)):
+            if value is not None:
+                raise UsageError(f"{name} is of a tree, and there is none: add --tree-nodes")
+        return None
+    try:
+        return TreeShape.of(nodes, depth, width)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_draft_vocabulary(config: NworConfig, args: argparse.Namespace) -> None:

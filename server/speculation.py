@@ -20,6 +20,7 @@ from server.drafters import (
 )
 from server.errors import StartupError, UsageError
 from server.models import check_draft, check_model, read_config
+from server.nwor_options import tree_of
 
 #: Methods for which vLLM looks at the draft's path first, and the words by which it then takes another one.
 _OVERRULED = ("draft_model", "pard", "mtp", "medusa")
@@ -127,6 +128,7 @@ def use_draft(args: argparse.Namespace, default: int | str, device_type: str) ->
         raise UsageError(
             "--speculative-method ngram_gpu needs a GPU, and there is none: ngram drafts the same on a CPU"
         )
+    _use_tree(args, drafter.method)
     tokens = default if drafter.tokens is None else drafter.tokens
     if drafter.tokens is None and _chooses(args, drafter.method, device_type):
         tokens = "auto"
@@ -139,6 +141,23 @@ def use_draft(args: argparse.Namespace, default: int | str, device_type: str) ->
         config["draft_sample_method"] = "probabilistic"
     args.speculative_config = {**config, **lengths}
     _announce(args, drafter, lengths["num_speculative_tokens"])
+
+
+def _use_tree(args: argparse.Namespace, method: str) -> None:
+    """Have as many draft tokens as a tree has nodes, where the flags ask for one."""
+    tree = tree_of(args)
+    if tree is None:
+        return
+    if method not in draft_tokens.METHODS:
+        raise UsageError(f"--tree-nodes is for EAGLE heads, and drafts are by {method}: drop it")
+    if args.num_speculative_tokens is not None:
+        raise UsageError(
+            "--tree-nodes and --num-speculative-tokens both say how many tokens to draft: drop one of them"
+        )
+    if args.draft_sampling == "sampled":
+        raise UsageError("--tree-nodes drafts the likeliest tokens: drop --draft-sampling sampled")
+    args.num_speculative_tokens = tree.nodes
+    args.draft_sampling = "greedy"
 
 
 def _drafter(args: argparse.Namespace) -> Drafter:

@@ -49,6 +49,7 @@ class Engine:
             "shape": shapes.label(args.shape, args.cache_dtype),
             "k": args.k,
             "modes": self.modes,
+            "tree": args.tree,
             "error": None,
             "cells": [],
             "skipped": [],
@@ -73,7 +74,10 @@ class Engine:
             from nwor.engine.plugin import register
 
             register()  # what vLLM does by itself where the package is installed
-            extra["additional_config"] = {"nwor": {"mode": self.modes[0], "modes": self.modes}}
+            settings: dict[str, Any] = {"mode": self.modes[0], "modes": self.modes}
+            if args.tree:
+                settings["tree"] = dict(zip(("nodes", "depth", "width"), args.tree, strict=True))
+            extra["additional_config"] = {"nwor": settings}
         if args.capture_tokens:
             extra["compilation_config"] = {"max_cudagraph_capture_size": args.capture_tokens}
         started = time.perf_counter()
@@ -222,6 +226,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(shapes.SHAPES), required=True)
     parser.add_argument("--k", type=int, default=4, help="draft tokens of a step")
     parser.add_argument("--modes", default="", help="comma-separated NWOR modes; empty for stock vLLM")
+    parser.add_argument(
+        "--tree", type=grid.numbers, default=[], help="nodes, depth, width of trees; k is the nodes"
+    )
     parser.add_argument("--contexts", type=grid.numbers, default=[512, 4096, 16384])
     parser.add_argument("--batches", type=grid.numbers, default=[1, 16, 64])
     parser.add_argument("--acceptances", type=grid.fractions, default=[0.3, 0.6, 0.9])

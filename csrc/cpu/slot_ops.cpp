@@ -96,6 +96,19 @@ std::vector<Move> window_moves(const int32_t* starts, const int64_t* slots, cons
   return moves;
 }
 
+// For each row of the windows the row that its slot gets, where neither is negative.
+std::vector<Move> indexed_moves(const int32_t* starts, const int64_t* slots, const int32_t* sources,
+                                const SlotArguments& a, int64_t block_size, int64_t num_blocks) {
+  std::vector<Move> moves;
+  for (int64_t row = starts[0]; row < starts[a.batch]; ++row) {
+    check_slot(slots[row], row, block_size, num_blocks);
+    STD_TORCH_CHECK(sources[row] < a.tokens, "source_index: element ", row, " is ", sources[row], ", but there are ",
+                    a.tokens, " rows");
+    if (slots[row] >= 0 && sources[row] >= 0) moves.push_back({sources[row], slots[row]});
+  }
+  return moves;
+}
+
 struct LayerScales {
   const float* scales;
   int64_t per_layer;
@@ -141,13 +154,7 @@ void commit_window(Tensor layer_table, std::vector<Tensor> caches, Tensor slots,
     moves = window_moves(starts, slot, commit_counts->const_data_ptr<int32_t>(), rejected, a, block_size, num_blocks);
   } else {
     check_vector(*source_index, "source_index", ScalarType::Int, a.tokens, layer_table, true);
-    const int32_t* sources = source_index->const_data_ptr<int32_t>();
-    for (int64_t row = starts[0]; row < starts[a.batch]; ++row) {
-      check_slot(slot[row], row, block_size, num_blocks);
-      STD_TORCH_CHECK(sources[row] < a.tokens, "source_index: element ", row, " is ", sources[row],
-                      ", but there are ", a.tokens, " rows");
-      if (slot[row] >= 0 && sources[row] >= 0) moves.push_back({sources[row], slot[row]});
-    }
+    moves = indexed_moves(starts, slot, source_index->const_data_ptr<int32_t>(), a, block_size, num_blocks);
   }
 
   const LayerScales k{k_scales ? k_scales->const_data_ptr<float>() : nullptr, k_per_layer};
@@ -162,8 +169,11 @@ void commit(const CommitCall& call, const int32_t* rejected) {
   const Format caches[] = {source, Format::kFp8E4M3, Format::kFp8E5M2};
   const SlotArguments a{call.layers, call.tokens, call.batch, format_bytes(caches[call.cache])};
   check_windows(call.query_start_loc, a);
-  const auto moves = window_moves(call.query_start_loc, call.slots, rejected, true, a, call.block_size,
-                                  call.num_blocks);
+  const auto moves = call.source_index != nullptr
+                         ? indexed_moves(call.query_start_loc, call.slots, call.source_index, a, call.block_size,
+                                         call.num_blocks)
+                         : window_moves(call.query_start_loc, call.slots, rejected, true, a, call.block_size,
+                                        call.num_blocks);
   commit_moves(call.table, moves, call.layers, {call.num_kv_heads, call.head_size, call.block_size}, source,
                caches[call.cache], {call.k_scales, call.k_scales_per_layer}, {call.v_scales, call.v_scales_per_layer});
 }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 from nwor.config import NworConfig
+from nwor.engine.trees.requirements import check_engine as check_trees
 
 #: What an engine that asked for NWOR is scheduled by, where its configuration names nothing else.
 SCHEDULER = "nwor.engine.scheduler.create_scheduler"
@@ -23,11 +26,14 @@ def choose_worker(vllm_config: Any) -> None:
     """Exchange the stock worker class of a configuration that asks for NWOR, and name its scheduler.
 
     Raises:
-        ConfigError: if the NWOR settings are not valid.
+        ConfigError: if the NWOR settings are not valid, or the engine cannot have what they ask for.
 
     """
-    if NworConfig.from_additional_config(vllm_config.additional_config) is None:
+    config = NworConfig.from_additional_config(vllm_config.additional_config)
+    if config is None:
         return
+    if config.tree is not None:
+        check_trees(vllm_config, config)
     parallel_config = vllm_config.parallel_config
     if parallel_config.worker_cls in WORKERS:
         parallel_config.worker_cls = WORKERS[parallel_config.worker_cls]
@@ -63,21 +69,36 @@ def apply_decoder_patch() -> None:
     figures.apply_decoder_patch()
 
 
-def apply_cpu_runner_patch() -> None:
-    """Apply the second entry of the ledger, once a process, and mend the class that the new one builds on."""
+@contextmanager
+def cpu_runner_patch() -> Iterator[None]:
+    """Apply the second entry of the ledger within this block, and mend the class that the new one builds on.
+
+    A worker of stock vLLM that starts in the same process later gets the stock class.
+    """
     import vllm.v1.worker.cpu_worker as cpu_worker
 
     from nwor.engine.model_runner.v1_cpu import NworCPUModelRunnerV1
     from nwor.engine.workarounds import cpu_generators
 
     cpu_generators.mend()
+    stock = cpu_worker.CPUModelRunner
     cpu_worker.CPUModelRunner = NworCPUModelRunnerV1
+    try:
+        yield
+    finally:
+        cpu_worker.CPUModelRunner = stock
 
 
-def apply_cpu_runner_v2_patch() -> None:
-    """Apply the third entry of the ledger, once a process."""
+@contextmanager
+def cpu_runner_v2_patch() -> Iterator[None]:
+    """Apply the third entry of the ledger within this block; likewise."""
     import vllm.v1.worker.cpu.model_runner as model_runner
 
     from nwor.engine.model_runner.v2_cpu import NworCPUModelRunnerV2
 
+    stock = model_runner.CPUModelRunner
     model_runner.CPUModelRunner = NworCPUModelRunnerV2
+    try:
+        yield
+    finally:
+        model_runner.CPUModelRunner = stock

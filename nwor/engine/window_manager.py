@@ -37,6 +37,7 @@ from nwor.worker_state import WorkerState
 
 if TYPE_CHECKING:
     from nwor.engine.cuda_graphs.mixed import MixedGraphs
+    from nwor.engine.trees.tables import TreeTables
 
 
 class WindowManager:
@@ -290,6 +291,26 @@ class WindowManager:
         self.window.abort()
         plan.fail()
 
+    @property
+    def attends_trees(self) -> bool:
+        """Whether all windows of the open step are staged, so that their rows attend as their trees say."""
+        window, plan = self.window, self.plan
+        if window is None or plan is None or not window.staging:
+            return False
+        return plan.direct_reason is None and not plan.faulty
+
+    @property
+    def trees_possible(self) -> bool:
+        """Whether the next step's windows are going to be staged, as far as is known."""
+        return self.window is not None and self.state.mode is Mode.STAGE
+
+    def use_trees(self, tables: TreeTables) -> None:
+        """Let layers attend, and commits write, as trees say; once the layers are bound."""
+        if self.window is not None:
+            self.window.source_rows = tables.source_rows
+        for layer in self._bound:
+            layer.impl.nwor.row_masks = tables.row_masks
+
     def go_direct(self, reason: str) -> None:
         """Write the open batch directly although it was planned otherwise, and count why."""
         assert self.plan is not None
@@ -333,7 +354,7 @@ class WindowManager:
 
     def _settle_faults(self, plan: StepPlan, window: Window) -> None:
         if plan.faulty and window.staging:
-            window.finish_direct()  # staged for the sake of the graphs alone
+            window.finish_direct(sampled=True)  # staged for the sake of the graphs alone
         elif window.finished_direct and plan.num_requests:
             plan.fail()
 
@@ -350,7 +371,7 @@ class WindowManager:
         window = self.window
         # What goes wrong after the commit, as in measuring it, finds the window closed and nothing missing.
         if window is not None and window.batch is not None:
-            window.finish_direct()
+            window.finish_direct(sampled=True)
             window.abort()
             plan.fail()
 

@@ -30,7 +30,7 @@ _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawSt
 _SOURCES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _CACHES = {"auto": 0, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 2}
 
-_POINTERS = ("table", "slots", "query_start_loc", "k_scales", "v_scales")
+_POINTERS = ("table", "slots", "query_start_loc", "source_index", "k_scales", "v_scales")
 _NUMBERS = (
     "layers",
     "tokens",
@@ -71,6 +71,8 @@ class PreparedCommit:
         kv_cache_dtype: "auto" or an fp8 kind.
         k_scales: float32 [L], [L, 1] or [L, num_kv_heads]; None stands for 1.
         v_scales: likewise for values.
+        source_index: int32 [T]: row t of ``slots`` receives row source_index[t] of the sources, none where
+            that is negative; the rejected counts are then not read. None where windows are chains.
 
     Raises:
         TypeError, ValueError: if an argument is wrong; the message names it.
@@ -93,6 +95,7 @@ class PreparedCommit:
         kv_cache_dtype: str,
         k_scales: torch.Tensor | None,
         v_scales: torch.Tensor | None,
+        source_index: torch.Tensor | None = None,
     ) -> None:
         device = checks.tensor("layer_table", layer_table, dim=2).device
         LIBRARIES.require(device)
@@ -103,6 +106,8 @@ class PreparedCommit:
             raise ValueError(f"layer_table: strides are {list(layer_table.stride())}, wanted [{COLUMNS}, 1]")
         checks.vector("slots", slots, torch.int64, device)
         checks.vector("query_start_loc", query_start_loc, torch.int32, device, at_least=1)
+        if source_index is not None:
+            checks.vector("source_index", source_index, torch.int32, device, size=slots.shape[0])
         if source_dtype not in _SOURCES:
             raise TypeError(f"source_dtype: is {source_dtype}, wanted float32, float16 or bfloat16")
         checks.cache_dtype("kv_cache_dtype", kv_cache_dtype, source_dtype)
@@ -118,6 +123,7 @@ class PreparedCommit:
             table=layer_table.data_ptr(),
             slots=slots.data_ptr(),
             query_start_loc=query_start_loc.data_ptr(),
+            source_index=None if source_index is None else source_index.data_ptr(),
             k_scales=None if k_scales is None else k_scales.data_ptr(),
             v_scales=None if v_scales is None else v_scales.data_ptr(),
             layers=layers,
@@ -133,7 +139,7 @@ class PreparedCommit:
             cache=_CACHES[kv_cache_dtype],
         )
         self._address = ctypes.addressof(call)
-        self._kept = (call, layer_table, slots, query_start_loc, k_scales, v_scales)
+        self._kept = (call, layer_table, slots, query_start_loc, k_scales, v_scales, source_index)
         self._device = device.index if device.type == "cuda" else -1
         self._launch = LIBRARIES.commit_entry(device)
 

@@ -59,7 +59,11 @@ class LayerGroupOps:
         return self._tables.of(sources)
 
     def prepared(
-        self, table: torch.Tensor, slots: torch.Tensor, query_start_loc: torch.Tensor
+        self,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        source_index: torch.Tensor | None = None,
     ) -> ops.PreparedCommit:
         """Return the commit of these windows: called with the rejected counts, one launch for all layers.
 
@@ -67,6 +71,7 @@ class LayerGroupOps:
             table: what :meth:`source_table` returned.
             slots: int64 [tokens].
             query_start_loc: int32 [requests + 1].
+            source_index: int32 [tokens]: the row that each slot gets; None where each gets its own.
 
         """
         return ops.PreparedCommit(
@@ -78,6 +83,7 @@ class LayerGroupOps:
             kv_cache_dtype=self.kv_cache_dtype,
             k_scales=self.k_scales,
             v_scales=self.v_scales,
+            source_index=source_index,
         )
 
     def log(self, slots: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:

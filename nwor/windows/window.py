@@ -63,6 +63,8 @@ class Window:
         shared: what was made once for all layers of the open batch, and holds until the next is begun.
         split: what the layers of a mixed step's graph share while it is captured; None at all other times.
         capture_errors: collects what goes wrong in layers while a graph is captured; None at all other times.
+        source_rows: int32 [most tokens] on the device, where windows are trees: once a step is sampled, the
+            row that each slot of the batch gets, negative for none. None where each slot gets its own row.
 
     """
 
@@ -74,6 +76,7 @@ class Window:
     shared: dict[object, Any] = field(default_factory=dict)
     split: Any = None
     capture_errors: list[str] | None = None
+    source_rows: torch.Tensor | None = None
     _state: _State = _IDLE
     _sources: Mapping[str, Source] = field(default_factory=dict)
     _tables: tuple[torch.Tensor, ...] = ()
@@ -233,8 +236,9 @@ class Window:
         return known[2]
 
     def _prepare(self, batch: WindowBatch, tables: Sequence[torch.Tensor]) -> list[PreparedCommit]:
+        sources = None if self.source_rows is None else self.source_rows[: batch.num_tokens]
         return [
-            group_ops.prepared(table, batch.slots[group.slot_key], batch.query_start_loc)
+            group_ops.prepared(table, batch.slots[group.slot_key], batch.query_start_loc, sources)
             for group, group_ops, table in zip(self.groups, self._ops, tables, strict=True)
         ]
 
@@ -322,11 +326,15 @@ class Window:
             for group, group_ops in zip(self.groups, self._ops, strict=True)
         )
 
-    def finish_direct(self) -> None:
+    def finish_direct(self, *, sampled: bool = False) -> None:
         """Fall back for the open batch: write in full what was staged, and let later layers write directly.
 
         The cache is then what stock writes would have left. The batch stays open until commit or abort, which
         do nothing more. While a graph is captured nothing is written.
+
+        Args:
+            sampled: whether the step is sampled already: of trees the accepted rows alone are written, where
+                they belong.
 
         Raises:
             WindowStateError: if no batch is open.
@@ -339,14 +347,26 @@ class Window:
         self.staging, self.finished_direct = False, True
         sources, self._sources = self._sources, {}
         if self.capture_errors is None:
-            self._write(sources, batch)
+            self._write(sources, batch, sampled)
         self._aside = {}
 
-    def _write(self, sources: Mapping[str, Source], batch: WindowBatch) -> None:
+    def _write(self, sources: Mapping[str, Source], batch: WindowBatch, sampled: bool = False) -> None:
+        if sampled and self.source_rows is not None:
+            self._write_accepted(sources, batch, self.source_rows[: batch.num_tokens])
+            return
         for name, (key, value) in sources.items():
             group, layer = self._layers[name]
             rows = batch.num_tokens  # a captured graph's rows are as many as its batch size
             layer.direct_write(key[:rows], value[:rows], batch.slots[group.slot_key])
+
+    def _write_accepted(
+        self, sources: Mapping[str, Source], batch: WindowBatch, source_rows: torch.Tensor
+    ) -> None:
+        own = source_rows.clamp(min=0).long()
+        slots = {key: torch.where(source_rows >= 0, value, -1) for key, value in batch.slots.items()}
+        for name, (key, value) in sources.items():
+            group, layer = self._layers[name]
+            layer.direct_write(key[own], value[own], slots[group.slot_key])
 
     def abort(self) -> None:
         """Drop the batch, if one is open, without any write."""

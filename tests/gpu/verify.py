@@ -92,6 +92,7 @@ def checks(racecheck: Path | None = None) -> list[Step]:
         _pytest("mixed-graphs", f"{tests}/test_mixed_graphs.py"),
         _pytest("capture-errors", f"{tests}/test_capture_errors.py"),
         _pytest("draft-lengths", f"{tests}/test_draft_lengths.py"),
+        _pytest("trees", f"{tests}/test_trees.py"),
         _pytest("greedy-sampling", f"{tests}/test_greedy_sampling.py"),
         _pytest("server", f"{tests}/test_server.py"),
         _pytest("rounding", f"{tests}/test_rounding.py"),

@@ -6,6 +6,7 @@ tests/unit/test_server_engine.py.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +39,9 @@ def test_a_worker_mends_the_kernel(monkeypatch: pytest.MonkeyPatch, v2: bool) ->
     register_kernels({cpu_expand.KERNEL: stock})
     try:
         assert expanded() != [0.5, 0.5, 1.0]
-        for name in ("register_backend", "apply_cpu_runner_patch", "apply_cpu_runner_v2_patch"):
-            monkeypatch.setattr(worker_cpu, name, lambda *_: None)
+        monkeypatch.setattr(worker_cpu, "register_backend", lambda *_: None)
+        for name in ("cpu_runner_patch", "cpu_runner_v2_patch"):
+            monkeypatch.setattr(worker_cpu, name, nullcontext)
         monkeypatch.setattr(CPUWorker, "init_device", lambda _: None)
         worker: Any = object.__new__(worker_cpu.NworCPUWorker)
         worker.use_v2_model_runner, worker.vllm_config = v2, SimpleNamespace(lora_config=None)

@@ -228,7 +228,8 @@ extern "C" __attribute__((visibility("default"))) const char* nwor_cuda_commit(c
   p.table = call->table;
   p.slots = call->slots;
   p.query_start_loc = call->query_start_loc;
-  p.commit_counts = rejected;
+  p.source_index = call->source_index;
+  if (call->source_index == nullptr) p.commit_counts = rejected;
   p.rejected = true;
   p.k_scales = call->k_scales;
   p.v_scales = call->v_scales;

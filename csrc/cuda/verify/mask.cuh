@@ -15,7 +15,7 @@ __device__ __forceinline__ void mask_scores(const VerifyParams& p, const Split& 
                                             int token, int valid, float (&scores)[T::kRowTiles][4]) {
   const int lane = recomputed(static_cast<int>(threadIdx.x % 32));
   const bool tree = p.ancestor_mask != nullptr;
-  if (!tree && p.sliding_window <= 0) {
+  if (!(tree && window) && p.sliding_window <= 0) {  // a tree's rows see all of the context
 #pragma unroll
     for (int j = 0; j < T::kRowTiles; ++j)
 #pragma unroll
@@ -24,6 +24,19 @@ __device__ __forceinline__ void mask_scores(const VerifyParams& p, const Split& 
         const int last = window ? min(valid - 1, divide(packed, p.group) - token) : valid - 1;
         if (lane / 4 > last) scores[j][column] = -INFINITY;
         if (lane / 4 + 8 > last) scores[j][2 + column] = -INFINITY;
+      }
+    return;
+  }
+  if (p.sliding_window <= 0) {
+#pragma unroll
+    for (int j = 0; j < T::kRowTiles; ++j)
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        const int packed = split.first_row + warp_row + 8 * j + lane % 4 * 2 + column;
+        const int row = min(divide(packed, p.group), split.work.window - 1);
+        const int64_t sees = __ldg(p.ancestor_mask + split.work.start + row) >> (token + lane / 4);
+        if (lane / 4 >= valid || (sees & 1) == 0) scores[j][column] = -INFINITY;
+        if (lane / 4 + 8 >= valid || ((sees >> 8) & 1) == 0) scores[j][2 + column] = -INFINITY;
       }
     return;
   }

@@ -166,6 +166,7 @@ class LayerContext:
         parameters: the layer's attention.
         workspace: scratch of ``verify_attention``, shared by all layers of the rank.
         plan: the plan of the layer and of those that attend alike; None on a CPU, which needs none.
+        row_masks: int64 [most rows of a step]: which rows of its window each row sees; None for chains.
 
     """
 
@@ -175,6 +176,7 @@ class LayerContext:
     parameters: AttentionParameters
     workspace: torch.Tensor
     plan: AttentionPlan | None = None
+    row_masks: torch.Tensor | None = None
     _checked: set[torch.dtype] = field(default_factory=set)
 
     @property
@@ -315,6 +317,7 @@ class LayerContext:
             sliding_window=parameters.sliding_window,
             softcap=parameters.softcap,
             sinks=parameters.sinks,
+            ancestor_mask=None if self.row_masks is None else self.row_masks[: query.shape[0]],
             plan=None
             if self.plan is None
             else self.plan.of(self.window, query.dtype, query_start_loc, seq_lens, mixed),

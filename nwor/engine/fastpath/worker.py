@@ -27,7 +27,9 @@ def apply(
 
     """
     found: dict[str, str | None] = {}
-    if config.fast_sampling:
+    if config.fast_sampling and config.tree is not None:
+        found |= dict.fromkeys(("drafting", "verifying"), "trees of draft tokens have kernels of their own")
+    elif config.fast_sampling:
         found |= greedy_sampling.apply(speculator, sampler, max_num_reqs, device)
     if config.fast_host:
         found["inputs"] = h2d_cache.apply()

@@ -14,6 +14,7 @@ from nwor.engine.request_isolation.common import send_failures
 from nwor.engine.request_isolation.v2 import IsolatingRunnerV2
 from nwor.engine.stats.step_messages import in_flight_of
 from nwor.engine.step_plan import takes_over_blocks
+from nwor.engine.trees.decoding import TreeDecoding
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -32,10 +33,19 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
     """
 
     _nwor_early: bool = False
+    #: What makes windows trees; None where they are chains.
+    _nwor_trees: TreeDecoding | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model and its drafter, which then proposes trees if that was asked for."""
+        super().load_model(*args, **kwargs)
+        self._nwor_trees = TreeDecoding.install(self)
 
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
         """Allocate the cache and bind the layers; from then on a drafter that fails ends nothing."""
         super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
+        if self._nwor_trees is not None:
+            self._nwor_trees.attach(self.nwor)
         if not is_profiling:
             self._nwor_isolate_objects()
 
@@ -64,6 +74,12 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
             self.nwor.mixed.chosen = None  # nobody chooses where a step has to run without graphs
         super().finish_requests(scheduler_output)
 
+    def add_requests(self, scheduler_output: Any) -> None:
+        """Add the step's new requests; some of them have to have chains."""
+        super().add_requests(scheduler_output)
+        if self._nwor_trees is not None:
+            self._nwor_trees.add(scheduler_output.scheduled_new_reqs, self.req_states.req_id_to_index)
+
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Prepare the step's block tables and slots, then open its window batch."""
         prepared = super().prepare_attn(input_batch)
@@ -85,6 +101,8 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
                 full,
                 None if mixed is None or mixed.chosen is None else mixed.copies(mixed.chosen),
             )
+        if self._nwor_trees is not None:
+            self._nwor_trees.place(input_batch)
         rank.begin(plan, input_batch.query_start_loc, prepared[1])
         return prepared
 
@@ -98,6 +116,8 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
         **kwargs: Any,
     ) -> None:
         """Commit the open batch, then update the requests' state."""
+        if self._nwor_trees is not None:
+            self._nwor_trees.settle(num_sampled)
         self._nwor_finished = self.nwor.finish(num_rejected)
         super().postprocess_sampled(idx_mapping, sampled_tokens, num_sampled, num_rejected, *args, **kwargs)
 

@@ -1,0 +1,96 @@
+"""Trees on one rank: puts the parts in place and calls them at their moment of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nwor.config import NworConfig
+from nwor.engine.trees.requirements import check_engine, needs_chain
+from nwor.engine.trees.sampler import TreeSampler
+from nwor.engine.trees.speculator import TreeDrafts
+from nwor.engine.trees.tables import TreeTables
+
+if TYPE_CHECKING:
+    from nwor.engine.window_manager import WindowManager
+
+logger = logging.getLogger("vllm.nwor.trees")
+
+
+class TreeDecoding:
+    """The trees of one rank.
+
+    Args:
+        runner: vLLM's model runner V2, its models loaded.
+        tables: the trees.
+
+    Attributes:
+        tables: likewise.
+        chains: requests so far whose windows had to be chains, by reason.
+
+    """
+
+    def __init__(self, runner: Any, tables: TreeTables) -> None:
+        self.tables = tables
+        self.chains: dict[str, int] = {}
+        self._windows: WindowManager | None = None
+        self._custom = bool(runner.model_config.logits_processors)
+        self._batch: Any = None
+        runner.rejection_sampler = TreeSampler(runner.rejection_sampler, tables, self._attended)
+        TreeDrafts(runner.speculator, tables, self._chains_only)
+
+    @classmethod
+    def install(cls, runner: Any) -> TreeDecoding | None:
+        """Return what makes a runner's windows trees; None where nobody asked for them.
+
+        Raises:
+            ConfigError: if the engine cannot have them.
+
+        """
+        config = NworConfig.from_additional_config(runner.vllm_config.additional_config)
+        if config is None or config.tree is None:
+            return None
+        check_engine(runner.vllm_config, config)
+        shape = config.tree
+        tables = TreeTables(shape, runner.max_num_reqs, runner.max_num_tokens, runner.device)
+        logger.info("Windows are trees: %d nodes, %d deep, %d wide", shape.nodes, shape.depth, shape.width)
+        return cls(runner, tables)
+
+    def attach(self, windows: WindowManager) -> None:
+        """Let a rank's windows be trees, once its layers are bound."""
+        self._windows = windows
+        windows.use_trees(self.tables)
+
+    def _attended(self) -> bool:
+        return self._windows is not None and self._windows.attends_trees
+
+    def _chains_only(self) -> bool:
+        return self._windows is None or not self._windows.trees_possible
+
+    def add(self, requests: Sequence[Any], slots: Mapping[str, int]) -> None:
+        """Look at what new requests ask for."""
+        for request in requests:
+            reason = needs_chain(request.sampling_params, self._custom)
+            self.tables.set_linear(slots[request.req_id], reason is not None)
+            if reason is not None:
+                self.chains[reason] = self.chains.get(reason, 0) + 1
+
+    def place(self, batch: Any) -> None:
+        """Prepare a step's rows, once its slots are computed and before the first layer runs."""
+        self._batch = batch if batch.num_draft_tokens else None
+        if self._batch is not None:
+            self.tables.place(batch)
+
+    def settle(self, num_sampled: torch.Tensor) -> None:
+        """Note which rows are kept, once the step is sampled and before the commit.
+
+        Args:
+            num_sampled: int32 [requests].
+
+        """
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            self.tables.settle(batch, num_sampled)

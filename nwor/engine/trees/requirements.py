@@ -1,0 +1,90 @@
+"""Which engines can have trees, and which requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nwor.errors import ConfigError
+from nwor.modes import Mode
+
+#: Draft methods whose passes leave runners-up that a comb can be made of.
+METHODS = ("eagle", "eagle3")
+
+
+def check_engine(vllm_config: Any, config: Any) -> None:
+    """Refuse an engine that cannot have trees.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        config: NWOR's, with a tree.
+
+    Raises:
+        ConfigError: with the reason and what to do.
+
+    """
+    reason = why_not(vllm_config, config)
+    if reason is not None:
+        raise ConfigError(f"trees of draft tokens are not possible here: {reason}")
+
+
+def why_not(vllm_config: Any, config: Any) -> str | None:
+    """Return why an engine cannot have trees; None where it can."""
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    if speculative is None:
+        return "the engine was started without speculative decoding"
+    if not vllm_config.use_v2_model_runner:
+        return "they need vLLM's model runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)"
+    if speculative.method not in METHODS:
+        return f"the drafter is {speculative.method!r}, and they are for {' and '.join(METHODS)}"
+    if speculative.num_speculative_tokens != config.tree.nodes:
+        return (
+            f"num_speculative_tokens is {speculative.num_speculative_tokens}, and a tree of "
+            f"{config.tree.nodes} nodes needs as many"
+        )
+    if getattr(speculative, "parallel_drafting", False):
+        return "the drafter makes all tokens in one pass"
+    if getattr(speculative, "draft_sample_method", "greedy") != "greedy":
+        return "drafts are sampled (draft_sample_method): nodes are the likeliest tokens"
+    if speculative.rejection_sample_method not in ("standard", "synthetic"):
+        return f"rejection_sample_method is {speculative.rejection_sample_method!r}"
+    if getattr(speculative, "enable_adaptive_verification", False):
+        return "adaptive verification shortens windows by its own scores"
+    if config.draft_tokens is not None:
+        return "the number of draft tokens is chosen step by step (draft_tokens)"
+    if Mode.STAGE not in config.modes:
+        return "mode 'stage' is not enabled"
+    if parallel.tensor_parallel_size > 1:
+        return "tensor parallelism: a rank with a fault would attend to other rows than its peers"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline stages hold windows back as chains"
+    model = vllm_config.model_config
+    if model.uses_mrope or getattr(model, "uses_xdrope_dim", 0):
+        return "the model's positions have several parts (M-RoPE)"
+    if getattr(model, "return_sampling_mask", False):
+        return "sampling masks are returned, which are made for chains"
+    if getattr(vllm_config, "watermark_config", None) is not None:
+        return "outputs are watermarked"
+    return None
+
+
+def needs_chain(params: Any, custom_processors: bool) -> str | None:
+    """Return why a request's windows have to be chains; None where they may be trees.
+
+    Args:
+        params: vLLM's ``SamplingParams``.
+        custom_processors: whether the engine has logits processors of the user's own.
+
+    """
+    if params is None:
+        return None
+    if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+        return "penalties"
+    if params.bad_words:
+        return "bad_words"
+    if params.structured_outputs is not None:
+        return "structured_outputs"
+    if getattr(params, "thinking_token_budget", None) is not None:
+        return "thinking_token_budget"
+    if custom_processors:
+        return "logits_processors"
+    return None

@@ -1,0 +1,219 @@
+"""What one rank knows of its requests' trees, from the drafter's pass to the commit a step later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from nwor.engine.step_plan import upload
+from nwor.engine.trees import kernels
+from nwor.tree_shape import TreeShape
+
+
+class TreeTables:
+    """Trees by request slot, and the rows of the step that verifies them.
+
+    Args:
+        shape: the trees.
+        max_num_reqs: slots.
+        max_num_tokens: most rows of a step.
+        device: where all of it lies.
+
+    Attributes:
+        shape: likewise.
+        row_masks: int64 [max_num_tokens], the ancestor mask of each row of the step's windows.
+        source_rows: int32 [max_num_tokens]: the row whose keys and values each slot of the step gets at the
+            commit; negative for none.
+        path: int32 [max_num_reqs, nodes + 1], by slot: rows that walks have entered, within their windows.
+        tokens: int64 [max_num_reqs, depth, width], candidates of the drafter's passes, by place in the batch.
+        logprobs: float32, likewise.
+
+    """
+
+    def __init__(
+        self, shape: TreeShape, max_num_reqs: int, max_num_tokens: int, device: torch.device
+    ) -> None:
+        self.shape = shape
+        rows = shape.nodes + 1
+        self._device = device
+        self._rows = kernels.next_power_of_two(rows)
+
+        def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self._parents = zeros(max_num_reqs, rows, dtype=torch.int8)
+        self._depths = zeros(max_num_reqs, rows, dtype=torch.int8)
+        self._masks = zeros(max_num_reqs, rows, dtype=torch.int64)
+        self._chains = zeros(max_num_reqs, dtype=torch.uint8)
+        self._linear = zeros(max_num_reqs, dtype=torch.uint8)
+        self._linear_np = np.zeros(max_num_reqs, dtype=np.uint8)
+        self._linear_changed = False
+        self.row_masks = zeros(max_num_tokens, dtype=torch.int64)
+        self.source_rows = zeros(max_num_tokens, dtype=torch.int32)
+        self.path = zeros(max_num_reqs, rows, dtype=torch.int32)
+        self.tokens = zeros(max_num_reqs, shape.depth, shape.width, dtype=torch.int64)
+        self.logprobs = zeros(max_num_reqs, shape.depth, shape.width, dtype=torch.float32)
+
+    def set_linear(self, slot: int, linear: bool) -> None:
+        """Note whether a request's windows have to be chains."""
+        if bool(self._linear_np[slot]) != linear:
+            self._linear_np[slot] = linear
+            self._linear_changed = True
+
+    def build(self, slots: torch.Tensor, draft_tokens: torch.Tensor, all_linear: bool) -> None:
+        """Rank what the drafter's passes have found and keep the likeliest nodes of each request.
+
+        Args:
+            slots: [requests], the slot of each request of the batch.
+            draft_tokens: int64 [at least requests, nodes], written.
+            all_linear: whether the next windows of all requests have to be chains.
+
+        """
+        if self._linear_changed:
+            self._linear.copy_(upload(self._linear_np.tolist(), torch.uint8, self._device))
+            self._linear_changed = False
+        shape = self.shape
+        if not len(slots):
+            return
+        kernels.build_comb_kernel[(len(slots),)](
+            self.tokens,
+            self.logprobs,
+            slots,
+            self._linear,
+            draft_tokens,
+            draft_tokens.stride(0),
+            self._parents,
+            self._depths,
+            self._masks,
+            self._chains,
+            shape.nodes,
+            int(all_linear),
+            DEPTH=shape.depth,
+            WIDTH=shape.width,
+            CANDIDATES=kernels.next_power_of_two(shape.depth * shape.width),
+        )
+
+    def place(self, batch: Any) -> None:
+        """Give a step's windows their masks, and their rows the positions that their depths say.
+
+        Args:
+            batch: vLLM's ``InputBatch``; its slots of the cache are computed already, from the rows' order.
+
+        """
+        kernels.place_kernel[(batch.num_reqs,)](
+            batch.idx_mapping,
+            batch.query_start_loc,
+            batch.cu_num_logits,
+            self._depths,
+            self._masks,
+            self.shape.nodes,
+            batch.positions,
+            self.row_masks,
+            batch.expanded_local_pos,
+            ROWS=self._rows,
+        )
+
+    def walk(
+        self,
+        targets: torch.Tensor,
+        tokens: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        slots: torch.Tensor,
+        trees: bool,
+        synthetic: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Follow the target's own tokens through the windows of some requests.
+
+        Args:
+            targets: int64 [logits]: the target's token after each row.
+            tokens: [logits]: the token of each row; negative where it must not be accepted.
+            cu_num_logits: int32 [requests + 1]: where each request's rows begin.
+            slots: [requests].
+            trees: whether all rows attended as their trees say. Where not, chains alone accept.
+            synthetic: seeds by slot, positions of the rows and rates by depth, where chance decides; None
+                where tokens are compared.
+
+        Returns:
+            int64 [requests, nodes + 1] with each request's tokens, what follows them not written, and int32
+            [requests] with their number.
+
+        """
+        requests, rows = len(slots), self.shape.nodes + 1
+        sampled = torch.zeros(requests, rows, dtype=torch.int64, device=targets.device)
+        num_sampled = torch.empty(requests, dtype=torch.int32, device=targets.device)
+        seeds, positions, rates = synthetic or (None, None, None)
+        kernels.walk_kernel[(requests,)](
+            targets,
+            tokens,
+            cu_num_logits,
+            slots,
+            self._parents,
+            self._chains,
+            self.shape.nodes,
+            int(trees),
+            sampled,
+            num_sampled,
+            self.path,
+            seeds,
+            positions,
+            rates,
+            DEPTH=self.shape.depth,
+            ROWS=self._rows,
+            SYNTHETIC=synthetic is not None,
+            num_warps=1,
+        )
+        return sampled, num_sampled
+
+    def settle(self, batch: Any, num_sampled: torch.Tensor) -> None:
+        """Note which rows of the step are kept, in the order in which the cache gets them.
+
+        Args:
+            batch: vLLM's ``InputBatch``.
+            num_sampled: int32 [requests], accepted drafts and one more; 0 within a prompt.
+
+        """
+        kernels.source_rows_kernel[(batch.num_reqs,)](
+            batch.query_start_loc,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            num_sampled,
+            self.path,
+            self.shape.nodes,
+            self.source_rows,
+            ROWS=self._rows,
+            num_warps=1,
+        )
+
+    def flatten(self, batch: Any, states: list[torch.Tensor]) -> None:
+        """Put what the drafter reads of a step into the order of a chain, in place.
+
+        Args:
+            batch: vLLM's ``InputBatch``; its token ids and positions are changed.
+            states: hidden states of the step's rows, [at least tokens, size] each.
+
+        """
+        kernels.flatten_inputs_kernel[(batch.num_reqs,)](
+            batch.query_start_loc,
+            batch.cu_num_logits,
+            self.source_rows,
+            batch.input_ids,
+            batch.positions,
+            self.shape.nodes,
+            ROWS=self._rows,
+            num_warps=1,
+        )
+        block = 1024
+        for state in states:
+            size = state.shape[-1]
+            kernels.flatten_states_kernel[(batch.num_reqs, -(-size // block))](
+                batch.query_start_loc,
+                batch.cu_num_logits,
+                self.source_rows,
+                state,
+                state.stride(0),
+                size,
+                self.shape.nodes,
+                BLOCK=block,
+            )

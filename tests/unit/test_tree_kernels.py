@@ -1,0 +1,224 @@
+"""Claim: the kernels of trees do what plain Python does.
+
+Coverage: combs of many shapes with ties, impossible tokens and chains; windows with rows before them, cut
+short, beside prompts; walks that end anywhere; states and inputs in the order of the accepted path; the
+likeliest tokens of rows with ties. Triton's interpreter runs the kernels.
+Tolerance: none but for log-probabilities, which are sums in another order.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.runner import V2
+
+pytestmark = pytest.mark.skipif(not V2, reason="run by test_runner_v2.py, where kernels are interpreted")
+
+SHAPES = [(16, 8, 4), (8, 4, 3), (1, 1, 1), (5, 5, 1), (32, 6, 8), (63, 8, 8), (12, 3, 7)]
+
+
+def _tables(shape: tuple[int, int, int], slots: int = 6, tokens: int = 256) -> Any:
+    from nwor.engine.trees.tables import TreeTables
+    from nwor.tree_shape import TreeShape
+
+    return TreeTables(TreeShape(*shape), slots, tokens, torch.device("cpu"))
+
+
+def _candidates(shape: tuple[int, int, int], requests: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and log-probabilities, sorted as a drafter's are, with ties and with impossible ones."""
+    _, depth, width = shape
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 50, (requests, depth, width), generator=generator)
+    # Few values, so that many nodes are equal; float32 sums of them are exact.
+    logprobs = -torch.randint(0, 6, (requests, depth, width), generator=generator).float() / 4
+    logprobs = logprobs.sort(dim=-1, descending=True).values
+    if width > 1:
+        logprobs[0, :, -1] = -float("inf")
+    return tokens, logprobs
+
+
+def _trees(tables: Any, tokens: torch.Tensor, logprobs: torch.Tensor, linear: set[int]) -> list[Any]:
+    """Build trees for slots 0 and on, and return what plain Python makes of the same candidates."""
+    from nwor.reference import trees
+
+    requests = len(tokens)
+    tables.tokens[:requests] = tokens
+    tables.logprobs[:requests] = logprobs
+    made = []
+    for request in range(requests):
+        if request in linear:
+            made.append(trees.chain(tokens[request].tolist(), tables.shape.nodes))
+        else:
+            made.append(trees.comb(tokens[request].tolist(), logprobs[request].tolist(), tables.shape.nodes))
+    return made
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("all_linear", [False, True])
+def test_the_likeliest_nodes_are_kept(shape: tuple[int, int, int], all_linear: bool) -> None:
+    tables = _tables(shape)
+    tokens, logprobs = _candidates(shape, 4, seed=sum(shape))
+    linear = {0, 1, 2, 3} if all_linear else {2}
+    expected = _trees(tables, tokens, logprobs, linear)
+    slots = torch.tensor([3, 0, 5, 1])
+    tables.set_linear(5, True)
+    drafts = torch.full((4, shape[0]), -7, dtype=torch.int64)
+    tables.build(slots, drafts, all_linear)
+    for request, (slot, tree) in enumerate(zip(slots.tolist(), expected, strict=True)):
+        assert drafts[request].tolist() == list(tree.tokens[1:])
+        assert tables._parents[slot].tolist()[1:] == list(tree.parents[1:])
+        assert tables._depths[slot].tolist()[1:] == list(tree.depths[1:])
+        masks = [mask - (1 << 64) if mask >> 63 else mask for mask in tree.masks]
+        assert tables._masks[slot].tolist()[1:] == masks[1:]
+        assert bool(tables._chains[slot]) == (request in linear)
+
+
+def _batch(lengths: list[int], drafts: list[int], slots: list[int], base: list[int]) -> Any:
+    """Return what the kernels read of vLLM's ``InputBatch``."""
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
+    logits = torch.tensor([0, *(count + 1 for count in drafts)], dtype=torch.int32).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(first, first + n) for first, n in zip(base, lengths, strict=True)])
+    local = torch.cat([torch.arange(count + 1) for count in drafts]).to(torch.int32)
+    return SimpleNamespace(
+        num_reqs=len(lengths),
+        idx_mapping=torch.tensor(slots),
+        query_start_loc=starts,
+        cu_num_logits=logits,
+        positions=positions,
+        expanded_local_pos=local,
+        input_ids=torch.arange(1000, 1000 + int(starts[-1]), dtype=torch.int32),
+    )
+
+
+def test_a_step_is_walked_committed_and_flattened_as_in_plain_python() -> None:
+    """Windows whole and cut short, with certain rows before one, a chain, one row, a prompt."""
+    from nwor.reference import trees
+
+    shape = (12, 5, 4)
+    tables = _tables(shape)
+    tokens, logprobs = _candidates(shape, 4, seed=3)
+    expected = _trees(tables, tokens, logprobs, linear={3})
+    slots = [4, 0, 2, 5, 1, 3]
+    tables.set_linear(5, True)
+    drafts_of = torch.zeros(4, shape[0], dtype=torch.int64)
+    tables.build(torch.tensor(slots[:4]), drafts_of, False)
+
+    lengths, drafts = [13, 8, 7, 13, 1, 40], [12, 7, 4, 12, 0, 0]
+    batch = _batch(lengths, drafts, slots, [100, 30, 7, 500, 12, 0])
+    plain = batch.positions.clone()
+    starts = batch.query_start_loc.tolist()
+    rng = random.Random(1)
+    logits = int(batch.cu_num_logits[-1])
+    tables.row_masks.fill_(-77)
+    tables.place(batch)
+    row_tokens, targets, paths = [], [], []
+    for request, tree in enumerate(expected):
+        count, lead = drafts[request], lengths[request] - drafts[request] - 1
+        first = starts[request]
+        rows = range(count + 1)
+        own = [plain[first + lead].item() + tree.depths[row] for row in rows]
+        assert batch.positions[first + lead : first + lead + count + 1].tolist() == own
+        assert batch.positions[first : first + lead].tolist() == plain[first : first + lead].tolist()
+        masks = [(1 << row + 1) - 1 for row in range(lead)]
+        masks += [tree.masks[row] << lead | (1 << lead) - 1 for row in rows]
+        assert tables.row_masks[first : first + lengths[request]].tolist() == masks
+        # The target goes along with the tree for a while.
+        goal = [rng.randrange(50) for _ in rows]
+        here = 0
+        while rng.random() < 0.85:
+            children = [row for row in rows if row and tree.parents[row] == here]
+            if not children:
+                break
+            following = rng.choice(children)
+            goal[here] = tree.tokens[following]
+            here = next(row for row in children if tree.tokens[row] == tree.tokens[following])
+        row_tokens += [-1, *tree.tokens[1 : count + 1]]
+        targets += goal
+        paths.append(trees.walk(trees.Tree(tree.tokens, tree.parents, tree.depths, tree.masks), goal))
+    assert sum(map(len, paths)) > 8
+    row_tokens += [-1, -1]
+    targets += [41, 42]
+    paths += [[0], [0]]
+    assert len(targets) == logits
+    sampled, counts = tables.walk(
+        torch.tensor(targets), torch.tensor(row_tokens), batch.cu_num_logits, batch.idx_mapping, True
+    )
+    ends = batch.cu_num_logits.tolist()
+    for request, path in enumerate(paths):
+        goal = targets[ends[request] : ends[request + 1]]
+        assert counts[request] == len(path)
+        assert sampled[request, : len(path)].tolist() == [goal[row] for row in path]
+
+    counts[5] = 0  # as within a prompt
+    tables.source_rows.fill_(-99)
+    tables.settle(batch, counts)
+    sources = []
+    for request, path in enumerate(paths[:5]):
+        lead, first = lengths[request] - drafts[request] - 1, starts[request]
+        own = [first + row for row in range(lead)] + [first + lead + row for row in path]
+        sources += own + [-1] * (lengths[request] - len(own))
+    assert tables.source_rows[: len(sources)].tolist() == sources
+    # A prompt is no window: nothing is said of its rows.
+    assert set(tables.source_rows[len(sources) :].tolist()) == {-99}
+
+    states = torch.randn(int(batch.query_start_loc[-1]) + 3, 1500)
+    before, ids = states.clone(), batch.input_ids.clone()
+    tables.flatten(batch, [states])
+    assert batch.positions.tolist() == plain.tolist()
+    for row, source in enumerate(sources):
+        if source >= 0:
+            assert batch.input_ids[row] == ids[source]
+            assert torch.equal(states[row], before[source])
+    assert torch.equal(states[len(sources) :], before[len(sources) :])
+    assert torch.equal(batch.input_ids[len(sources) :], ids[len(sources) :])
+
+
+def test_of_what_did_not_attend_as_a_tree_chains_alone_accept() -> None:
+    shape = (6, 3, 3)
+    tables = _tables(shape)
+    tokens, logprobs = _candidates(shape, 2, seed=9)
+    expected = _trees(tables, tokens, logprobs, linear={1})
+    tables.set_linear(1, True)
+    tables.build(torch.tensor([0, 1]), torch.zeros(2, 6, dtype=torch.int64), False)
+    batch = _batch([7, 7], [6, 6], [0, 1], [10, 10])
+    goal = []
+    for tree in expected:
+        own = [0] * 7
+        own[0] = tree.tokens[1]  # the likeliest node continues row 0 in both
+        goal += own
+    row_tokens = torch.tensor([token for tree in expected for token in tree.tokens])
+    for whole, accepted in ((True, [1, 1]), (False, [0, 1])):
+        _, counts = tables.walk(torch.tensor(goal), row_tokens, batch.cu_num_logits, batch.idx_mapping, whole)
+        assert [count - 1 for count in counts.tolist()] >= accepted
+        assert (counts[0] > 1) == whole
+
+
+@pytest.mark.parametrize("vocabulary", [7, 2048, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_likeliest_tokens(vocabulary: int, dtype: torch.dtype) -> None:
+    from nwor.engine.trees.kernels import top_tokens
+
+    depth, width = 3, 5
+    logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).to(dtype)
+    logits[1, :] = 0  # all alike
+    logits[2, 2:] = -float("inf")  # fewer than are wanted
+    tokens = torch.full((4, depth, width), -1)
+    logprobs = torch.full((4, depth, width), 1.0)
+    first = top_tokens(logits, torch.tensor(1), tokens, logprobs)
+    exact = logits.double()
+    order = torch.sort(exact, dim=-1, descending=True, stable=True).indices[:, :width]
+    assert tokens[:, 1].tolist()[:2] == order.tolist()[:2]
+    assert tokens[3, 1].tolist() == order[3].tolist()
+    assert set(tokens[2, 1, :2].tolist()) == {0, 1}
+    assert first.tolist() == order[:, 0].tolist()
+    expected = exact.log_softmax(-1).gather(1, tokens[:, 1])
+    assert torch.allclose(logprobs[:, 1].double(), expected, atol=1e-5)
+    assert (tokens[:, 1] >= 0).all()
+    assert (tokens[:, 1] < vocabulary).all()
+    assert (tokens[:, 0] == -1).all()
+    assert (tokens[:, 2] == -1).all()
