@@ -50,6 +50,7 @@ class Engine:
             "k": args.k,
             "modes": self.modes,
             "tree": args.tree,
+            "draft_vocabulary": args.draft_vocabulary,
             "error": None,
             "cells": [],
             "skipped": [],
@@ -77,6 +78,8 @@ class Engine:
             settings: dict[str, Any] = {"mode": self.modes[0], "modes": self.modes}
             if args.tree:
                 settings["tree"] = dict(zip(("nodes", "depth", "width"), args.tree, strict=True))
+            if args.draft_vocabulary:
+                settings["draft_vocabulary"] = args.draft_vocabulary
             extra["additional_config"] = {"nwor": settings}
         if args.capture_tokens:
             extra["compilation_config"] = {"max_cudagraph_capture_size": args.capture_tokens}
@@ -229,6 +232,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--tree", type=grid.numbers, default=[], help="nodes, depth, width of trees; k is the nodes"
     )
+    parser.add_argument("--draft-vocabulary", type=int, default=0, help="ids that are drafted; 0 for all")
     parser.add_argument("--contexts", type=grid.numbers, default=[512, 4096, 16384])
     parser.add_argument("--batches", type=grid.numbers, default=[1, 16, 64])
     parser.add_argument("--acceptances", type=grid.fractions, default=[0.3, 0.6, 0.9])

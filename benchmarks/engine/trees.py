@@ -33,14 +33,18 @@ def command_of(arm: str) -> list[str]:
 
     """
     kind, _, size = arm.partition("@")
+    size, _, vocabulary = size.partition("+v")
+    drafted = ["--draft-vocabulary", vocabulary] if vocabulary else []
     if kind == "stock":
         return ["--k", size]
     if kind == "stage":
-        return ["--k", size, "--modes", "stage"]
+        return ["--k", size, "--modes", "stage", *drafted]
     if kind == "tree":
         nodes, depth, width = size.split("x")
-        return ["--k", nodes, "--modes", "stage", "--tree", f"{nodes},{depth},{width}"]
-    raise ValueError(f"{arm}: an arm is stock@K, stage@K or tree@NODESxDEPTHxWIDTH")
+        return ["--k", nodes, "--modes", "stage", "--tree", f"{nodes},{depth},{width}", *drafted]
+    raise ValueError(
+        f"{arm}: an arm is stock@K, stage@K or tree@NODESxDEPTHxWIDTH, and +vN where N are drafted"
+    )
 
 
 def launch(arm: str, args: argparse.Namespace, target: Path) -> tuple[subprocess.Popen[bytes], Player]:

@@ -75,6 +75,7 @@ def _accepted(run: dict[str, Any]) -> float:
 
 def test_outputs_and_acceptance(engine: Any, request: pytest.FixtureRequest) -> None:
     fp8 = request.node.callspec.params["engine"] == "fp8"
+    _run(engine, "off")  # from here on all prompts are in the prefix cache
     chains = _run(engine, "off")
     trees = _run(engine, "stage")
     few = _run(engine, "stage", batch=3)

@@ -165,19 +165,21 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     is_node = (row > 0) & (row <= drafts)
     parent = tl.load(parent_ptr + slot * (nodes + 1) + row, mask=is_node, other=NO_PARENT).to(tl.int32)
     token = tl.load(token_ptr + start + row, mask=is_node, other=-1).to(tl.int64)
+    # All at once: one load after the other would wait for memory at each node.
+    targets = tl.load(target_ptr + start + row, mask=row <= drafts, other=0)
     out = request.to(tl.int64) * (nodes + 1)
     way = slot * (nodes + 1)
     here = drafts.to(tl.int32) * 0
     count = here
     going = here == 0
     for depth in range(DEPTH + 1):
-        target = tl.load(target_ptr + start + here)
+        target = tl.sum(tl.where(row == here, targets, 0), axis=0)
         child = is_node & (parent == here) & (token >= 0)
         if SYNTHETIC:
             # As vLLM's synthetic rejection: chance alone decides, here for the likeliest child.
             rate = tl.load(rates_ptr + depth, mask=depth < nodes, other=0.0)
             seed = tl.load(seed_ptr + slot)
-            pos = tl.load(pos_ptr + start + here)
+            pos = tl.load(pos_ptr + start + here)  # in benchmarks alone
             child = child & (tl_rand32(seed, pos, includes_zero=False) < rate)
         else:
             child = child & (token == target)

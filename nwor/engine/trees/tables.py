@@ -93,6 +93,7 @@ class TreeTables:
             DEPTH=shape.depth,
             WIDTH=shape.width,
             CANDIDATES=kernels.next_power_of_two(shape.depth * shape.width),
+            num_warps=1,
         )
 
     def place(self, batch: Any) -> None:
@@ -113,6 +114,7 @@ class TreeTables:
             self.row_masks,
             batch.expanded_local_pos,
             ROWS=self._rows,
+            num_warps=1,
         )
 
     def walk(
