@@ -1,9 +1,10 @@
-"""How large a tree of draft tokens is. No torch, no vLLM."""
+"""How a tree of draft tokens is made and how large it is. No torch, no vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 from nwor.errors import ConfigError
@@ -18,20 +19,42 @@ DEFAULT_WIDTH = 4
 MOST_CANDIDATES = 512
 
 
+class TreeKind(StrEnum):
+    """How candidates are found.
+
+    Attributes:
+        GROWN: each pass of the drafter expands the likeliest nodes of the one before (EAGLE-2).
+        COMB: each pass continues the likeliest token alone, and its runners-up are leaves.
+
+    """
+
+    GROWN = "grown"
+    COMB = "comb"
+
+
 @dataclass(frozen=True)
 class TreeShape:
-    """A comb: a spine of the drafter's likeliest tokens, and runners-up beside each of them.
+    """How large trees are.
 
     Attributes:
         nodes: draft tokens of a window, the likeliest of all candidates.
         depth: passes of the drafter, and so the most draft tokens that a step can accept.
-        width: candidates of each pass.
+        width: continuations of a node, and in a grown tree nodes that a pass expands.
+        kind: how candidates are found.
 
     """
 
     nodes: int
     depth: int
     width: int
+    kind: TreeKind = TreeKind.GROWN
+
+    @property
+    def candidates(self) -> int:
+        """Nodes that compete for a place."""
+        if self.kind is TreeKind.COMB:
+            return self.depth * self.width
+        return self.width + (self.depth - 1) * self.width**2
 
     def __post_init__(self) -> None:
         """Check that the numbers fit together.
@@ -46,50 +69,72 @@ class TreeShape:
             raise ConfigError(
                 f"a tree of {self.nodes} nodes and depth {self.depth}: the depth is 1 to the number of nodes"
             )
-        if self.width < 1 or self.depth * self.width > MOST_CANDIDATES:
+        if self.width < 1 or self.candidates > MOST_CANDIDATES:
             raise ConfigError(
-                f"a tree of depth {self.depth} and width {self.width}: the width is 1 or more, and depth "
-                f"times width at most {MOST_CANDIDATES}"
+                f"a tree of depth {self.depth} and width {self.width} has {max(self.candidates, 0)} "
+                f"candidates: 1 to {MOST_CANDIDATES} are possible"
             )
-        if self.depth * self.width < self.nodes:
+        expanded = (self.depth - 1) * self.width
+        if self.kind is TreeKind.GROWN and expanded > MOST_NODES + 1:
             raise ConfigError(
-                f"a tree of depth {self.depth} and width {self.width} has {self.depth * self.width} nodes, "
-                f"not {self.nodes}: make it wider or deeper"
+                f"a tree of depth {self.depth} and width {self.width} expands {expanded} nodes: at most "
+                f"{MOST_NODES + 1} are possible"
+            )
+        if self.candidates < self.nodes:
+            raise ConfigError(
+                f"a tree of depth {self.depth} and width {self.width} has {self.candidates} candidates, not "
+                f"{self.nodes}: make it wider or deeper"
             )
 
     @classmethod
-    def of(cls, nodes: int, depth: int | None = None, width: int | None = None) -> TreeShape:
+    def of(
+        cls, nodes: int, depth: int | None = None, width: int | None = None, kind: str | None = None
+    ) -> TreeShape:
         """Return a shape with defaults for what is not given.
 
         Raises:
-            ConfigError: as above.
+            ConfigError: as above, or for a kind that is none.
 
         """
+        try:
+            chosen = TreeKind(kind) if kind is not None else TreeKind.GROWN
+        except ValueError:
+            raise ConfigError(
+                f"{kind!r} is no kind of tree: there are {' and '.join(map(repr, map(str, TreeKind)))}"
+            ) from None
         if depth is None:
             depth = min(DEFAULT_DEPTH, max(nodes, 1))
         if width is None:
-            # Twice as many candidates as nodes: where the drafter is sure of one, others need room elsewhere.
-            width = max(DEFAULT_WIDTH, -(-2 * nodes // max(depth, 1)))
-        return cls(nodes, depth, width)
+            width = DEFAULT_WIDTH
+            if chosen is TreeKind.COMB:
+                # Twice as many candidates as nodes: where the drafter is sure, others need room elsewhere.
+                width = max(width, -(-2 * nodes // max(depth, 1)))
+            elif depth > 1:
+                # As many as may be expanded, up to twice the usual for large trees.
+                width = max(width if nodes <= 24 else 2 * width, -(-nodes // depth))
+                width = max(1, min(width, (MOST_NODES + 1) // (depth - 1)))
+            else:
+                width = max(width, nodes)
+        return cls(nodes, depth, width, chosen)
 
     @classmethod
     def from_mapping(cls, settings: object) -> TreeShape:
         """Return the shape that plain JSON values say.
 
         Raises:
-            ConfigError: if they are no object of whole numbers with ``nodes``.
+            ConfigError: if they are no object with ``nodes`` whose values are right.
 
         """
         wanted = "must be an object such as {'nodes': 16, 'depth': 6, 'width': 4}"
         if not isinstance(settings, Mapping) or "nodes" not in settings:
             raise ConfigError(f"NWOR setting 'tree' {wanted}, not {settings!r}")
         for name, value in settings.items():
-            if name not in ("nodes", "depth", "width"):
+            if name not in ("nodes", "depth", "width", "kind"):
                 raise ConfigError(f"NWOR setting 'tree' {wanted}: {name!r} is none of its settings")
-            if isinstance(value, bool) or not isinstance(value, int):
+            if name != "kind" and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ConfigError(f"NWOR setting 'tree' {wanted}: {name!r} is {value!r}")
-        return cls.of(settings["nodes"], settings.get("depth"), settings.get("width"))
+        return cls.of(settings["nodes"], settings.get("depth"), settings.get("width"), settings.get("kind"))
 
     def to_mapping(self) -> dict[str, Any]:
         """Return plain JSON values from which :meth:`from_mapping` makes the same shape."""
-        return asdict(self)
+        return {**asdict(self), "kind": str(self.kind)}

@@ -11,7 +11,7 @@ from nwor.draft_vocabulary import METHODS
 from nwor.engine import plugin
 from nwor.errors import ConfigError
 from nwor.modes import Mode
-from nwor.tree_shape import DEFAULT_DEPTH, DEFAULT_WIDTH, TreeShape
+from nwor.tree_shape import DEFAULT_DEPTH, DEFAULT_WIDTH, TreeKind, TreeShape
 from server.errors import UsageError
 
 #: Where the admin key is read from when no flag names one.
@@ -108,8 +108,14 @@ def add_nwor_options(parser: argparse.ArgumentParser) -> None:
         "--tree-width",
         type=int,
         metavar="W",
-        help="Candidates of each pass. Default: enough for twice as many candidates as nodes, and "
-        f"{DEFAULT_WIDTH} at least.",
+        help="Continuations of a node, and in a grown tree nodes that a pass expands. Default: "
+        f"{DEFAULT_WIDTH}, more for large trees.",
+    )
+    group.add_argument(
+        "--tree-kind",
+        choices=[str(kind) for kind in TreeKind],
+        help="grown, the default: each pass expands the likeliest nodes of the last. comb: runners-up of a "
+        "chain, for which the drafter's passes are those of a chain.",
     )
     group.add_argument("--no-nwor", action="store_true", help="Leave NWOR out of the engine: stock vLLM.")
     group.add_argument(
@@ -195,14 +201,14 @@ def tree_of(args: argparse.Namespace) -> TreeShape | None:
         UsageError: flags that are not valid, or no number of nodes.
 
     """
-    nodes, depth, width = args.tree_nodes, args.tree_depth, args.tree_width
+    nodes, depth, width, kind = args.tree_nodes, args.tree_depth, args.tree_width, args.tree_kind
     if nodes is None:
-        for name, value in (("--tree-depth", depth), ("--tree-width", width)):
+        for name, value in (("--tree-depth", depth), ("--tree-width", width), ("--tree-kind", kind)):
             if value is not None:
                 raise UsageError(f"{name} is of a tree, and there is none: add --tree-nodes")
         return None
     try:
-        return TreeShape.of(nodes, depth, width)
+        return TreeShape.of(nodes, depth, width, kind)
     except ConfigError as error:
         raise UsageError(str(error)) from error
 

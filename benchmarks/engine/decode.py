@@ -77,7 +77,9 @@ class Engine:
             register()  # what vLLM does by itself where the package is installed
             settings: dict[str, Any] = {"mode": self.modes[0], "modes": self.modes}
             if args.tree:
-                settings["tree"] = dict(zip(("nodes", "depth", "width"), args.tree, strict=True))
+                *size, kind = args.tree.split(",")
+                tree = dict(zip(("nodes", "depth", "width"), map(int, size), strict=True))
+                settings["tree"] = {**tree, "kind": kind}
             if args.draft_vocabulary:
                 settings["draft_vocabulary"] = args.draft_vocabulary
             extra["additional_config"] = {"nwor": settings}
@@ -229,9 +231,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(shapes.SHAPES), required=True)
     parser.add_argument("--k", type=int, default=4, help="draft tokens of a step")
     parser.add_argument("--modes", default="", help="comma-separated NWOR modes; empty for stock vLLM")
-    parser.add_argument(
-        "--tree", type=grid.numbers, default=[], help="nodes, depth, width of trees; k is the nodes"
-    )
+    parser.add_argument("--tree", default="", help="NODES,DEPTH,WIDTH,KIND of trees; k is the nodes")
     parser.add_argument("--draft-vocabulary", type=int, default=0, help="ids that are drafted; 0 for all")
     parser.add_argument("--contexts", type=grid.numbers, default=[512, 4096, 16384])
     parser.add_argument("--batches", type=grid.numbers, default=[1, 16, 64])

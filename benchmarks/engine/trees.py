@@ -1,6 +1,6 @@
 """What a step costs with trees of draft tokens and with chains, and what follows for tokens a second.
 
-    python benchmarks/engine/trees.py --arms stock@4,stage@4,tree@16x6x6 --output trees.json [--curves FILE]
+    python benchmarks/engine/trees.py --arms stock@4,stage@4,grown@16x6x4 --output trees.json [--curves FILE]
 
 One engine for each arm, all on one GPU at once; they take turns, run by run (turns.py). Acceptance is
 synthetic and does not change what a step costs. Tokens a second are a step's time and the tokens that a step
@@ -39,12 +39,10 @@ def command_of(arm: str) -> list[str]:
         return ["--k", size]
     if kind == "stage":
         return ["--k", size, "--modes", "stage", *drafted]
-    if kind == "tree":
+    if kind in ("grown", "comb"):
         nodes, depth, width = size.split("x")
-        return ["--k", nodes, "--modes", "stage", "--tree", f"{nodes},{depth},{width}", *drafted]
-    raise ValueError(
-        f"{arm}: an arm is stock@K, stage@K or tree@NODESxDEPTHxWIDTH, and +vN where N are drafted"
-    )
+        return ["--k", nodes, "--modes", "stage", "--tree", f"{nodes},{depth},{width},{kind}", *drafted]
+    raise ValueError(f"{arm}: wanted stock@K, stage@K or grown@ or comb@NODESxDEPTHxWIDTH, and +vN")
 
 
 def launch(arm: str, args: argparse.Namespace, target: Path) -> tuple[subprocess.Popen[bytes], Player]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 #: Parent of a row that no walk may enter.
@@ -54,6 +54,63 @@ def comb(tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]], n
         depths.append(depth + 1)
         masks.append(masks[parent] | 1 << row)
     return Tree(tuple(ids), tuple(parents), tuple(depths), tuple(masks))
+
+
+def grown(
+    continuations: Callable[[tuple[int, ...]], tuple[Sequence[int], Sequence[float]]],
+    depth: int,
+    width: int,
+    nodes: int,
+    *,
+    linear: bool = False,
+) -> Tree:
+    """Return the likeliest nodes of a tree, each level of which continues the likeliest of the one before.
+
+    Args:
+        continuations: of the tokens on the way to a node: ``width`` tokens, the likeliest first, and their
+            log-probabilities.
+        depth: levels.
+        width: nodes that a level expands.
+        nodes: how many to keep.
+        linear: whether to keep a chain, each row the likeliest found continuation of the one before.
+
+    """
+    # Score, parent (-1 for none), tokens on the way.
+    found: list[tuple[float, int, tuple[int, ...]]] = []
+    frontier: list[int] = []
+    for level in range(depth):
+        expanded = frontier if level else [-1]
+        begin = len(found)
+        for node in expanded:
+            score, _, way = found[node] if node >= 0 else (0.0, -1, ())
+            for token, logprob in zip(*continuations(way), strict=True):
+                found.append((score + logprob if level else logprob, node, (*way, token)))
+        frontier = sorted(range(begin, len(found)), key=lambda index: (-found[index][0], index))[:width]
+    order = sorted(range(len(found)), key=lambda index: (-found[index][0], index))
+    kept: list[int] = []
+    on_chain = 0
+    if linear:
+        last = -1
+        while following := [index for index in order if found[index][1] == last]:
+            last = following[0]
+            kept.append(last)
+        on_chain = len(kept)
+    kept = [*kept, *(index for index in order if index not in kept)][:nodes]
+    rows = {index: row for row, index in enumerate(kept, start=1)}
+    tokens, parents, depths, masks = [-1], [NO_PARENT], [0], [1]
+    for row, index in enumerate(kept, start=1):
+        _, parent, way = found[index]
+        tokens.append(way[-1])
+        if linear:
+            parents.append(row - 1 if row <= on_chain else NO_PARENT)
+            depths.append(row)
+            masks.append((1 << row + 1) - 1)
+            continue
+        above = rows[parent] if parent >= 0 else 0
+        parents.append(above)
+        depths.append(len(way))
+        masks.append(masks[above] | 1 << row)
+    return Tree(tuple(tokens), tuple(parents), tuple(depths), tuple(masks))
 
 
 def chain(tokens: Sequence[Sequence[int]], nodes: int) -> Tree:

@@ -1,7 +1,7 @@
 """Claim: on a GPU windows that are trees give the tokens of chains, at near-ties apart, and accept more.
 
 Coverage: the demo model in bfloat16 through vLLM's engine on model runner V2, with full graphs, piecewise,
-eager, and with an fp8 cache; combs of 16 nodes; greedy and seeded requests, few and many together, beside
+eager, and with an fp8 cache; trees of 16 nodes, grown and combs; greedy and seeded requests, few and many together, beside
 prompts in chunks; requests that need chains beside others; mode `off` and back.
 Control: the self-check compares each fifth step's slots with the rows that they must hold.
 Tolerance: greedy outputs part from those of mode `off`, which has chains, at near-ties alone (near_ties.py).
@@ -22,16 +22,17 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-TREE = {"nodes": 16, "depth": 8, "width": 4}
+TREE: dict[str, Any] = {"nodes": 16, "depth": 8, "width": 4}
 PROMPTS = 64
 NEW_TOKENS = 64
 
 
-@pytest.fixture(scope="module", params=["graphs", "piecewise", "eager", "fp8"])
+@pytest.fixture(scope="module", params=["grown-graphs", "comb-graphs", "grown-piecewise", "eager", "fp8"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    kind = "comb" if request.param.startswith("comb") else "grown"
     with demo_engine.start(
         request.param,
-        {"mode": "stage", "self_check_interval": 5, "tree": TREE},
+        {"mode": "stage", "self_check_interval": 5, "tree": {**TREE, "kind": kind}},
         TREE["nodes"],
         max_model_len=1024,
         max_num_seqs=64,

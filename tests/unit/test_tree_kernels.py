@@ -24,9 +24,9 @@ SHAPES = [(16, 8, 4), (8, 4, 3), (1, 1, 1), (5, 5, 1), (32, 6, 8), (63, 8, 8), (
 
 def _tables(shape: tuple[int, int, int], slots: int = 6, tokens: int = 256) -> Any:
     from nwor.engine.trees.tables import TreeTables
-    from nwor.tree_shape import TreeShape
+    from nwor.tree_shape import TreeKind, TreeShape
 
-    return TreeTables(TreeShape(*shape), slots, tokens, torch.device("cpu"))
+    return TreeTables(TreeShape(*shape, TreeKind.COMB), slots, tokens, torch.device("cpu"))
 
 
 def _candidates(shape: tuple[int, int, int], requests: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,6 +70,77 @@ def test_the_likeliest_nodes_are_kept(shape: tuple[int, int, int], all_linear: b
     drafts = torch.full((4, shape[0]), -7, dtype=torch.int64)
     tables.build(slots, drafts, all_linear)
     for request, (slot, tree) in enumerate(zip(slots.tolist(), expected, strict=True)):
+        assert drafts[request].tolist() == list(tree.tokens[1:])
+        assert tables._parents[slot].tolist()[1:] == list(tree.parents[1:])
+        assert tables._depths[slot].tolist()[1:] == list(tree.depths[1:])
+        masks = [mask - (1 << 64) if mask >> 63 else mask for mask in tree.masks]
+        assert tables._masks[slot].tolist()[1:] == masks[1:]
+        assert bool(tables._chains[slot]) == (request in linear)
+
+
+GROWN = [(16, 6, 4), (8, 4, 3), (1, 1, 1), (5, 5, 1), (32, 6, 8), (63, 8, 8), (4, 1, 6), (12, 2, 4)]
+
+
+@pytest.mark.parametrize("shape", GROWN, ids=str)
+@pytest.mark.parametrize("all_linear", [False, True])
+def test_trees_grow_from_the_likeliest_nodes(shape: tuple[int, int, int], all_linear: bool) -> None:
+    from nwor.engine.trees.tables import TreeTables
+    from nwor.reference import trees
+    from nwor.tree_shape import TreeShape
+
+    nodes, depth, width = shape
+    tables = TreeTables(TreeShape(*shape), 6, 64, torch.device("cpu"))
+    found = tables.candidates
+    assert found is not None
+    requests, longest = 3, 105
+
+    def continuations(request: int, way: tuple[int, ...]) -> tuple[list[int], list[float]]:
+        rng = random.Random(f"{request} {way}")
+        logprobs = sorted((-rng.randrange(6) / 4 for _ in range(width)), reverse=True)
+        if request == 1:
+            logprobs[-1] = -float("inf")
+        return [rng.randrange(50) for _ in range(width)], logprobs
+
+    linear = {0, 1, 2} if all_linear else {2}
+    slots = torch.tensor([4, 0, 2])
+    tables.set_linear(2, True)
+    ways: list[list[tuple[int, ...]]] = [[()] for _ in range(requests)]
+    first_positions = torch.tensor([100, 7, 30])
+    for level in range(depth):
+        rows = [continuations(request, way) for request in range(requests) for way in ways[request]]
+        found.tokens[: len(rows)] = torch.tensor([tokens for tokens, _ in rows])
+        found.logprobs[: len(rows)] = torch.tensor([logprobs for _, logprobs in rows])
+        found.expand(requests, level, first_positions, longest)
+        sources = found.sources[: requests * width].view(requests, width).tolist()
+        ids = found.ids[: requests * width].view(requests, width).tolist()
+        if level == depth - 1:
+            break
+        per_request = 1 if level == 0 else width
+        ways = [
+            [
+                (*ways[request][source - request * per_request], token)
+                for source, token in zip(sources[request], ids[request], strict=True)
+            ]
+            for request in range(requests)
+        ]
+        positions = [min(first + level, longest - 1) for first in first_positions.tolist()]
+        assert found.positions[: requests * width].view(requests, width).tolist() == [
+            [position] * width for position in positions
+        ]
+        # A row of the drafter's window sees as many rows as there are tokens on the way to it.
+        masks = found.row_masks[:requests, level * width : (level + 1) * width]
+        for mask in masks.flatten().tolist():
+            assert (mask & ((1 << 64) - 1)).bit_count() == level + 1
+    drafts = torch.full((requests, nodes), -7, dtype=torch.int64)
+    tables.build(slots, drafts, all_linear)
+    for request, slot in enumerate(slots.tolist()):
+        tree = trees.grown(
+            lambda way, request=request: continuations(request, way),  # type: ignore[misc]
+            depth,
+            width,
+            nodes,
+            linear=request in linear,
+        )
         assert drafts[request].tolist() == list(tree.tokens[1:])
         assert tables._parents[slot].tolist()[1:] == list(tree.parents[1:])
         assert tables._depths[slot].tolist()[1:] == list(tree.depths[1:])
@@ -201,7 +272,7 @@ def test_of_what_did_not_attend_as_a_tree_chains_alone_accept() -> None:
 @pytest.mark.parametrize("vocabulary", [7, 2048, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_likeliest_tokens(vocabulary: int, dtype: torch.dtype) -> None:
-    from nwor.engine.trees.kernels import top_tokens
+    from nwor.engine.trees.top_tokens import top_tokens
 
     depth, width = 3, 5
     logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).to(dtype)

@@ -69,7 +69,8 @@ class Attachment:
                     f"layer {name} has heads of {layer.impl.head_size}, the kernels take "
                     f"{', '.join(map(str, CUDA_HEAD_SIZES))}",
                 )
-            staged.append((slot_keys[name], self._staged_layer(name, layer, cache_views)))
+            dtype = self._vllm_config.model_config.dtype
+            staged.append((slot_keys[name], staged_layer(name, layer, cache_views, dtype)))
         if not staged:
             raise Unsupported("state_space", "the target model has no attention layer with a cache")
         window = Window(group_layers(staged))
@@ -104,28 +105,6 @@ class Attachment:
             )
         return window, layer_contexts
 
-    def _staged_layer(self, name: str, layer: Any, cache_views: CacheViews) -> StagedLayer:
-        key_cache, value_cache = cache_views(layer)
-        impl, kv_cache = layer.impl, layer.kv_cache
-        quantized = impl.kv_cache_dtype.startswith("fp8")
-
-        def direct_write(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-            # The stock writer, past our own override of it.
-            stock: Any = super(type(impl), impl)
-            stock.do_kv_cache_update(layer, key, value, kv_cache, slots)
-
-        return StagedLayer(
-            name=name,
-            kv_cache=kv_cache,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            kv_cache_dtype=impl.kv_cache_dtype if quantized else "auto",
-            k_scale=layer._k_scale if quantized else None,
-            v_scale=layer._v_scale if quantized else None,
-            source_dtype=self._vllm_config.model_config.dtype,
-            direct_write=direct_write,
-        )
-
     def _workspace(
         self, target_layers: Mapping[str, Any], staged: Sequence[tuple[int, StagedLayer]]
     ) -> torch.Tensor:
@@ -140,3 +119,38 @@ class Attachment:
                 ),
             )
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
+
+
+def staged_layer(name: str, layer: Any, cache_views: CacheViews, dtype: torch.dtype) -> StagedLayer:
+    """Return what is known of one of vLLM's attention layers and its cache.
+
+    Args:
+        name: of the layer.
+        layer: its module, its cache allocated.
+        cache_views: how to see the cache as strided K and V.
+        dtype: of keys and values as the forward pass makes them.
+
+    Raises:
+        Unsupported: if the cache's layout is not known.
+
+    """
+    key_cache, value_cache = cache_views(layer)
+    impl, kv_cache = layer.impl, layer.kv_cache
+    quantized = impl.kv_cache_dtype.startswith("fp8")
+
+    def direct_write(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        # The stock writer, past our own override of it.
+        stock: Any = super(type(impl), impl)
+        stock.do_kv_cache_update(layer, key, value, kv_cache, slots)
+
+    return StagedLayer(
+        name=name,
+        kv_cache=kv_cache,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        kv_cache_dtype=impl.kv_cache_dtype if quantized else "auto",
+        k_scale=layer._k_scale if quantized else None,
+        v_scale=layer._v_scale if quantized else None,
+        source_dtype=dtype,
+        direct_write=direct_write,
+    )

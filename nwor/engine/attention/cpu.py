@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from nwor.engine.attention.cpu_layout import PACKED, UNPACKED, cache_views
+from nwor.engine.attention.draft_window import DraftWindow
 from nwor.engine.attention.layer_context import LayerContext
 
 
@@ -89,6 +90,8 @@ class NworCPUAttentionImpl(CPUAttentionBackendImpl):
     """Stock attention of a layer, except for the rows of a window that is being staged."""
 
     nwor: LayerContext | None = None
+    #: Of a draft layer whose passes are over trees.
+    nwor_draft_window: DraftWindow | None = None
 
     def do_kv_cache_update(
         self,
@@ -100,6 +103,10 @@ class NworCPUAttentionImpl(CPUAttentionBackendImpl):
     ) -> None:
         """Write the rows outside the window; hand the window's rows over."""
         layer_context = self.nwor
+        draft_window = self.nwor_draft_window
+        if draft_window is not None and draft_window.step is not None:
+            draft_window.keep(key, value)
+            return
         if layer_context is None or not layer_context.window.staging:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
@@ -121,6 +128,10 @@ class NworCPUAttentionImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """Attend: the window's rows by ``nwor.verify_attention``, the others by the stock kernel."""
         layer_context = self.nwor
+        draft_window = self.nwor_draft_window
+        if draft_window is not None and draft_window.step is not None and attn_metadata is not None:
+            draft_window.attend(query, attn_metadata.block_table, output)
+            return output
         if layer_context is None or attn_metadata is None or not layer_context.window.staging:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         assert isinstance(attn_metadata, NworCPUAttentionMetadata)

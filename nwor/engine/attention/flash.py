@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from nwor.engine.attention.draft_window import DraftWindow
 from nwor.engine.attention.layer_context import LayerContext
 from nwor.engine.attention.split_step import SplitStep, split_views
 from nwor.engine.eligibility import Unsupported
@@ -42,6 +43,8 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
     """Stock attention of a layer, except for the rows of a window that is being staged."""
 
     nwor: LayerContext | None = None
+    #: Of a draft layer whose passes are over trees.
+    nwor_draft_window: DraftWindow | None = None
     #: Of a draft layer, while a graph of the drafter's first pass over a mixed step is captured.
     nwor_draft: SplitStep | None = None
 
@@ -56,6 +59,10 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
         """Write the rows outside the window; hand the window's rows over."""
         layer_context = self.nwor
         if layer_context is None:
+            draft_window = self.nwor_draft_window
+            if draft_window is not None and draft_window.step is not None:
+                draft_window.keep(key, value)
+                return
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         split = layer_context.window.split
@@ -98,6 +105,10 @@ class NworFlashAttentionImpl(FlashAttentionImpl):
         gets here. Stock attention takes it as it is, in every mode.
         """
         layer_context = self.nwor
+        draft_window = self.nwor_draft_window
+        if draft_window is not None and draft_window.step is not None and attn_metadata is not None:
+            draft_window.attend(query, attn_metadata.block_table, output)
+            return output
         if self.nwor_draft is not None and attn_metadata is not None:
             attn_metadata = self.nwor_draft.rest_of(self, attn_metadata, kv_cache)
         if layer_context is not None and layer_context.window.split is not None and attn_metadata is not None:

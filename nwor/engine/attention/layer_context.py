@@ -143,14 +143,32 @@ class AttentionPlan:
         """
         if not mixed and not torch.cuda.is_current_stream_capturing():
             return None
+        return self.written(window.shared, query_dtype, query_start_loc, seq_lens)
+
+    def written(
+        self,
+        shared: dict[object, Any],
+        query_dtype: torch.dtype,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the plan of some lengths; the first call with a new ``shared`` has it written.
+
+        Args:
+            shared: what has been made for these lengths.
+            query_dtype: as for :meth:`of`, like all that follow.
+            query_start_loc: int32 [requests + 1].
+            seq_lens: int32 [requests].
+
+        """
         quantized = query_dtype is torch.float8_e4m3fn
         # A layer whose queries are not like those of the layer before has the plan written anew: layers run
         # one after another.
-        if self not in window.shared or quantized != self._quantized_query:
+        if self not in shared or quantized != self._quantized_query:
             ops.plan_verify_attention(
                 query_start_loc, seq_lens, self._memory, **self._arguments, quantized_query=quantized
             )
-            window.shared[self] = True
+            shared[self] = True
             self._quantized_query = quantized
         return self._memory
 

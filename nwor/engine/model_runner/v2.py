@@ -45,7 +45,7 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
         """Allocate the cache and bind the layers; from then on a drafter that fails ends nothing."""
         super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
         if self._nwor_trees is not None:
-            self._nwor_trees.attach(self.nwor)
+            self._nwor_trees.attach(self.nwor, self)
         if not is_profiling:
             self._nwor_isolate_objects()
 

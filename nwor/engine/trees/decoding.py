@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nwor.config import NworConfig
+from nwor.engine.attention.target_layers import draft_layers
 from nwor.engine.trees.requirements import check_engine, needs_chain
 from nwor.engine.trees.sampler import TreeSampler
 from nwor.engine.trees.speculator import TreeDrafts
@@ -40,7 +41,7 @@ class TreeDecoding:
         self._custom = bool(runner.model_config.logits_processors)
         self._batch: Any = None
         runner.rejection_sampler = TreeSampler(runner.rejection_sampler, tables, self._attended)
-        TreeDrafts(runner.speculator, tables, self._chains_only)
+        self._drafts = TreeDrafts(runner.speculator, tables, self._chains_only)
 
     @classmethod
     def install(cls, runner: Any) -> TreeDecoding | None:
@@ -56,13 +57,21 @@ class TreeDecoding:
         check_engine(runner.vllm_config, config)
         shape = config.tree
         tables = TreeTables(shape, runner.max_num_reqs, runner.max_num_tokens, runner.device)
-        logger.info("Windows are trees: %d nodes, %d deep, %d wide", shape.nodes, shape.depth, shape.width)
+        logger.info(
+            "Windows are trees (%s): %d nodes, %d deep, %d wide",
+            shape.kind,
+            shape.nodes,
+            shape.depth,
+            shape.width,
+        )
         return cls(runner, tables)
 
-    def attach(self, windows: WindowManager) -> None:
-        """Let a rank's windows be trees, once its layers are bound."""
+    def attach(self, windows: WindowManager, runner: Any) -> None:
+        """Let a rank's windows be trees, once its layers are bound and before graphs are captured."""
         self._windows = windows
         windows.use_trees(self.tables)
+        if self._drafts.growth is not None:
+            self._drafts.growth.attach(draft_layers(runner), runner.nwor_cache_views)
 
     def _attended(self) -> bool:
         return self._windows is not None and self._windows.attends_trees

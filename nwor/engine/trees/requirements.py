@@ -6,6 +6,7 @@ from typing import Any
 
 from nwor.errors import ConfigError
 from nwor.modes import Mode
+from nwor.tree_shape import TreeKind
 
 #: Draft methods whose passes leave runners-up that a comb can be made of.
 METHODS = ("eagle", "eagle3")
@@ -57,6 +58,15 @@ def why_not(vllm_config: Any, config: Any) -> str | None:
         return "tensor parallelism: a rank with a fault would attend to other rows than its peers"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline stages hold windows back as chains"
+    if parallel.data_parallel_size > 1:
+        return "data parallelism: ranks agree on the rows of each pass"
+    scheduler, shape = vllm_config.scheduler_config, config.tree
+    rows = scheduler.max_num_seqs * (shape.width if shape.kind is TreeKind.GROWN else 1)
+    if rows > scheduler.max_num_batched_tokens:
+        return (
+            f"the drafter's passes may have {rows} rows ({scheduler.max_num_seqs} requests), and "
+            f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}: lower max_num_seqs or the width"
+        )
     model = vllm_config.model_config
     if model.uses_mrope or getattr(model, "uses_xdrope_dim", 0):
         return "the model's positions have several parts (M-RoPE)"

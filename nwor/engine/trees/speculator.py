@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from nwor.engine.trees.kernels import top_tokens
+from nwor.engine.trees.growth import TreeGrowth
 from nwor.engine.trees.tables import TreeTables
+from nwor.engine.trees.top_tokens import top_tokens
 
 
 class TreeDrafts:
@@ -18,6 +19,9 @@ class TreeDrafts:
         speculator: vLLM's, its model loaded.
         tables: the rank's trees.
         chains_only: returns whether the next windows cannot be attended as trees.
+
+    Attributes:
+        growth: the passes of grown trees; None for combs, whose passes are vLLM's own.
 
     """
 
@@ -31,8 +35,13 @@ class TreeDrafts:
         }
         speculator.propose = self.propose
         speculator.sample_draft = self.sample_draft
-        speculator._generate_fused_drafts = self._limited("_generate_fused_drafts")
-        speculator._generate_draft = self._limited("_generate_draft")
+        self.growth: TreeGrowth | None = None
+        if tables.candidates is not None:
+            self.growth = TreeGrowth(speculator, tables.candidates)
+            speculator._generate_fused_drafts = self.growth.passes
+        else:
+            speculator._generate_fused_drafts = self._limited("_generate_fused_drafts")
+            speculator._generate_draft = self._limited("_generate_draft")
 
     def _limited(self, name: str) -> Callable[..., None]:
         """Return a pass of the drafter that knows its last by the depth: vLLM counts passes by nodes."""
@@ -60,6 +69,8 @@ class TreeDrafts:
         """Return the likeliest token of each row, and note the runners-up of the pass."""
         tables = self._tables
         logits = self._speculator.compute_draft_logits(hidden_states, spec_step_idx)
+        if self.growth is not None:
+            return self.growth.note_first(logits)
         return top_tokens(logits, draft_step, tables.tokens, tables.logprobs)
 
     def propose(

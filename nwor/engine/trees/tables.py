@@ -9,7 +9,8 @@ import torch
 
 from nwor.engine.step_plan import upload
 from nwor.engine.trees import kernels
-from nwor.tree_shape import TreeShape
+from nwor.engine.trees.growth_kernels import Candidates
+from nwor.tree_shape import TreeKind, TreeShape
 
 
 class TreeTables:
@@ -27,8 +28,9 @@ class TreeTables:
         source_rows: int32 [max_num_tokens]: the row whose keys and values each slot of the step gets at the
             commit; negative for none.
         path: int32 [max_num_reqs, nodes + 1], by slot: rows that walks have entered, within their windows.
-        tokens: int64 [max_num_reqs, depth, width], candidates of the drafter's passes, by place in the batch.
+        tokens: int64 [max_num_reqs, depth, width], candidates of a comb's passes, by place in the batch.
         logprobs: float32, likewise.
+        candidates: those of a grown tree; None for combs.
 
     """
 
@@ -53,6 +55,9 @@ class TreeTables:
         self.row_masks = zeros(max_num_tokens, dtype=torch.int64)
         self.source_rows = zeros(max_num_tokens, dtype=torch.int32)
         self.path = zeros(max_num_reqs, rows, dtype=torch.int32)
+        self.candidates = None
+        if shape.kind is TreeKind.GROWN:
+            self.candidates = Candidates(shape, max_num_reqs, device)
         self.tokens = zeros(max_num_reqs, shape.depth, shape.width, dtype=torch.int64)
         self.logprobs = zeros(max_num_reqs, shape.depth, shape.width, dtype=torch.float32)
 
@@ -76,6 +81,10 @@ class TreeTables:
             self._linear_changed = False
         shape = self.shape
         if not len(slots):
+            return
+        if self.candidates is not None:
+            tables = self._parents, self._depths, self._masks, self._chains
+            self.candidates.select(slots, self._linear, draft_tokens, tables, all_linear)
             return
         kernels.build_comb_kernel[(len(slots),)](
             self.tokens,
