@@ -1,8 +1,8 @@
 """Claim: on a GPU windows that are trees give the tokens of chains, at near-ties apart, and accept more.
 
 Coverage: the demo model in bfloat16 through vLLM's engine on model runner V2, with full graphs, piecewise,
-eager, and with an fp8 cache; trees of 16 nodes, grown and combs; greedy and seeded requests, few and many together, beside
-prompts in chunks; requests that need chains beside others; mode `off` and back.
+eager, and with an fp8 cache; trees of 16 nodes, grown and combs; greedy and seeded requests, few and many
+together, beside prompts in chunks; requests that need chains beside others; mode `off` and back.
 Control: the self-check compares each fifth step's slots with the rows that they must hold.
 Tolerance: greedy outputs part from those of mode `off`, which has chains, at near-ties alone (near_ties.py).
 """
