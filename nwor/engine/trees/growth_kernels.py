@@ -34,7 +34,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     # int64 [requests]: positions of the first level
     first_position_ptr,
     longest,
-    # int64 [requests * WIDTH] thrice, int64 [requests, WINDOW]
+    # int32, int64, int64 [requests * WIDTH], int64 [requests, WINDOW]
     ids_ptr,
     positions_ptr,
     source_ptr,
@@ -80,7 +80,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         here = request * WIDTH + i
         tl.store(next_node_ptr + here, offset + chosen)
         tl.store(next_score_ptr + here, tl.max(tl.where(place == chosen, score, -float("inf")), axis=0))
-        tl.store(ids_ptr + here, tl.max(tl.where(place == chosen, token, 0), axis=0))
+        tl.store(ids_ptr + here, tl.max(tl.where(place == chosen, token, 0), axis=0).to(tl.int32))
         tl.store(positions_ptr + here, position)
         # The drafter's window has a place for each node that is expanded, by level.
         bit = tl.full([], 1, dtype=tl.int64) << (tl.full([], 0, dtype=tl.int64) + level * WIDTH + i)
@@ -175,7 +175,8 @@ class Candidates:
     Attributes:
         tokens: int64 [max_num_reqs * width, width], continuations of the rows of the latest pass.
         logprobs: float32, likewise.
-        ids: int64 [max_num_reqs * width]: token ids of the next pass's rows.
+        ids: int32 [max_num_reqs * width]: token ids of the next pass's rows. Code that was compiled for vLLM's
+            own inputs reads them, and no guard would notice another dtype.
         positions: int64, likewise.
         sources: int64, likewise: the row of the latest pass that each continues.
         row_masks: int64 [max_num_reqs, window]: what each row of the drafter's window sees.
@@ -194,7 +195,8 @@ class Candidates:
 
         self.tokens = zeros(max_num_reqs * width, width)
         self.logprobs = zeros(max_num_reqs * width, width, dtype=torch.float32)
-        self.ids, self.positions, self.sources = (zeros(max_num_reqs * width) for _ in range(3))
+        self.ids = zeros(max_num_reqs * width, dtype=torch.int32)
+        self.positions, self.sources = (zeros(max_num_reqs * width) for _ in range(2))
         self.row_masks = zeros(max_num_reqs, max(self.window, 1))
         self._found_tokens = zeros(max_num_reqs, self.count)
         self._found_scores = zeros(max_num_reqs, self.count, dtype=torch.float32)
