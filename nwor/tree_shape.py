@@ -63,8 +63,8 @@ class TreeShape:
             ConfigError: if they do not; the message says what would.
 
         """
-        if not 1 <= self.nodes <= MOST_NODES:
-            raise ConfigError(f"a tree of {self.nodes} nodes: 1 to {MOST_NODES} are possible")
+        if not 2 <= self.nodes <= MOST_NODES:
+            raise ConfigError(f"a tree of {self.nodes} nodes: 2 to {MOST_NODES} are possible")
         if not 1 <= self.depth <= self.nodes:
             raise ConfigError(
                 f"a tree of {self.nodes} nodes and depth {self.depth}: the depth is 1 to the number of nodes"

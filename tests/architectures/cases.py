@@ -48,6 +48,9 @@ class Case:
         draft: the drafter's whole configuration; None where drafts need no model of their own.
         v2: whether vLLM has the drafter on its model runner V2 alone.
         accepted: whether a random drafter of this kind is right now and then, in as few tokens as are tried.
+        gpu: attributes that are otherwise on a GPU; ``config`` and ``engine`` come on top of the case's own.
+        runner: the model runner that a GPU has to take, "V1" or "V2"; None leaves it to vLLM.
+        graphs: CUDA graphs: "full" of verify steps alone, "piecewise", "both" as vLLM has it, or "none".
 
     """
 
@@ -63,6 +66,9 @@ class Case:
     draft: Mapping[str, Any] | None = None
     v2: bool = False
     accepted: bool = True
+    gpu: Mapping[str, Any] = field(default_factory=dict)
+    runner: str | None = None
+    graphs: str = "full"
 
     def config_json(self) -> dict[str, Any]:
         """Return the model's whole configuration."""
@@ -90,6 +96,11 @@ GEMMA4: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+#: On a GPU vLLM takes another attention for heads of two sizes, as if some had more than 256 elements.
+FLASH_ATTENTION_3: dict[str, Any] = {
+    "attention_config": {"backend": "FLASH_ATTN", "flash_attn_version": 3},
+}
+
 LLAMA4: dict[str, Any] = {
     "model_type": "llama4_text",
     "num_local_experts": 2,
@@ -98,6 +109,34 @@ LLAMA4: dict[str, Any] = {
     "interleave_moe_layer_step": 2,
     "attn_temperature_tuning": False,
 }
+
+#: Serves a model that takes images for text alone: what reads images is not built.
+TEXT_ALONE: dict[str, Any] = {"language_model_only": True}
+
+
+SIGLIP: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def within(
+    model_type: str,
+    text: Mapping[str, Any],
+    other: Mapping[str, Any],
+    part: str = "vision_config",
+    **more: Any,
+) -> dict[str, Any]:
+    """Return the configuration of a model that has one for text and one for images or sounds."""
+    inner = {key: value for key, value in {**COMMON, **text}.items() if value is not None}
+    outer = dict.fromkeys(COMMON.keys() - {"torch_dtype", "bos_token_id", "eos_token_id"})
+    return outer | {"model_type": model_type, "text_config": inner, part: dict(other), **more}
+
 
 CASES = (
     Case("Llama (GQA)", "LlamaForCausalLM", LLAMA, quick=True),
@@ -144,7 +183,15 @@ CASES = (
         shapes=4,
         quick=True,
     ),
-    Case("Gemma 4 (two shapes, K = V)", "Gemma4ForCausalLM", GEMMA4, caches=2, shapes=2, quick=True),
+    Case(
+        "Gemma 4 (two shapes, K = V)",
+        "Gemma4ForCausalLM",
+        GEMMA4,
+        caches=2,
+        shapes=2,
+        quick=True,
+        gpu={"engine": FLASH_ATTENTION_3},
+    ),
     Case(
         "gpt-oss (sinks, alternating windows, MoE)",
         "GptOssForCausalLM",
@@ -188,9 +235,15 @@ CASES = (
         {**GEMMA4, "num_kv_shared_layers": 2},
         direct="kv_sharing",
         quick=True,
+        gpu={"engine": FLASH_ATTENTION_3},
     ),
     # The rest of what runs on a CPU.
-    Case("Llama, head size 80", "LlamaForCausalLM", {**LLAMA, "head_dim": 80}),
+    Case(
+        "Llama, head size 80",
+        "LlamaForCausalLM",
+        {**LLAMA, "head_dim": 80},
+        gpu={"config": {"head_dim": 80}, "direct": "attention_feature", "quick": True},
+    ),
     Case(
         "Llama, 70 draft tokens",
         "LlamaForCausalLM",
@@ -250,6 +303,8 @@ CASES = (
         | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": None},
         caches=2,
         shapes=2,
+        # Else all logits are near ties.
+        gpu={"config": {"logit_scale": 1.0}},
     ),
     Case(
         "EXAONE 4",
@@ -287,6 +342,31 @@ CASES = (
         "Llama 4 (no chunked layers)",
         "Llama4ForCausalLM",
         {**LLAMA4, "attention_chunk_size": None, "no_rope_layers": [0, 0, 0, 0]},
+    ),
+    Case(
+        "PaliGemma (served for text)",
+        "PaliGemmaForConditionalGeneration",
+        within(
+            "paligemma",
+            {"model_type": "gemma"},
+            SIGLIP | {"projection_dim": 64},
+            projection_dim=64,
+            tie_word_embeddings=True,
+        ),
+        engine=TEXT_ALONE,
+        gpu={"quick": True},
+    ),
+    Case(
+        "Qwen 2-Audio (served for text)",
+        "Qwen2AudioForConditionalGeneration",
+        within(
+            "qwen2_audio",
+            {"model_type": "qwen2", "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": None},
+            {"model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_layers": 1}
+            | {"encoder_attention_heads": 2},
+            part="audio_config",
+        ),
+        engine=TEXT_ALONE,
     ),
     Case(
         "Falcon (ALiBi)",

@@ -1,7 +1,7 @@
 """Runs tiny models in engines of their own and writes one record of each, as a line of JSON.
 
-``python -m tests.architectures.run RECORDS [--all] [--names NAME...]``. vLLM is imported once. Each engine
-then runs in a forked process, with one thread: two of a model, one with NWOR and one of plain vLLM.
+``python -m tests.architectures.run RECORDS [--gpu] [--all] [--names NAME...]``. vLLM is imported once. Each
+engine then runs in a forked process, with one thread: two of a model, one with NWOR and one of plain vLLM.
 """
 
 from __future__ import annotations
@@ -22,226 +22,270 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.architectures import weights
+from tests.architectures import experts, weights
 from tests.architectures.cases import CASES, VOCABULARY, Case
+from tests.architectures.devices import CPU, GPU, Device, engines_at_once, missing, settings, tried_on
 from tests.architectures.drafters import DRAFTERS
+from tests.architectures.gpu_cases import GPU_DRAFTERS, GPU_MODELS
 from tests.engine import runner
+from tests.gpu import near_ties
+from tests.pipeline_runs import drain
 
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # As many engines run as there are processors, and models are tiny.
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Compiling what finds n-grams takes longer than all that it finds here.
-    "NUMBA_DISABLE_JIT": "1",
-    # As many as Numba has it gives OpenMP, and so every kernel of the process.
-    "NUMBA_NUM_THREADS": "1",
-}
-#: What every engine needs, imported once for all. Not Numba, beside which vLLM starts no engine.
-IMPORTED = (
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.worker.cpu_model_runner",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.model_executor.model_loader",
-    "vllm.model_executor.models.llama",
-)
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "load_format": weights.FORMAT,
-    "skip_tokenizer_init": True,
-    "enforce_eager": True,
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-    # Less than the longest prompts: they come in chunks, beside windows.
-    "max_num_batched_tokens": 64,
-    "block_size": 32,
-    "num_gpu_blocks_override": 256,
-    "worker_extension_cls": "tests.architectures.probe.Probe",
-    "disable_log_stats": False,
-}
-#: None is one more than a block: stock vLLM draws a prompt's token by other numbers where a hit leaves one.
-LENGTHS = (5, 36, 100) if runner.V2 else (3, 5, 9, 14, 20, 36, 48, 64, 77, 100, 150, 200)
-#: Less where kernels are interpreted.
-NEW_TOKENS = 8 if runner.V2 else 24
 #: Of the counters of a rank.
 COUNTED = ("windows", "draft_tokens", "accepted_tokens", "direct_windows", "commit_bytes", "log_bytes")
+#: Kinds of outputs.
+KINDS = ("greedy", "hits", "alone", "seeded")
+#: How much farther outputs may be with an fp8 cache. On a CPU two of vLLM's own attentions, beside such a
+#: cache, made 1.3 times as much of a dense model's log-probabilities as beside one in bfloat16.
+FP8_SCALE = 2.0
 
 
-def prompts() -> list[dict[str, list[int]]]:
+def prompts(device: Device) -> list[dict[str, list[int]]]:
     """Return prompts of tokens, some of which come back, so that n-grams are found."""
     import random
 
     chosen = random.Random(7)
     made = []
-    for length in LENGTHS:
+    for length in device.lengths:
         part = [chosen.randrange(3, VOCABULARY) for _ in range(min(length, 12))]
         made.append({"prompt_token_ids": [*part * (length // len(part)), *part][:length]})
     return made
 
 
-def generate(llm: Any, *, seeded: bool = False, alone: int = 0) -> list[list[int]]:
-    """Return the tokens of each prompt; of the last so many one at a time."""
+def generate(llm: Any, device: Device, *, seeded: bool = False, alone: int = 0) -> dict[str, Any]:
+    """Return tokens, and log-probabilities where a device has them.
+
+    Args:
+        llm: the engine.
+        device: where it runs.
+        seeded: whether tokens are drawn.
+        alone: how many of the last prompts are answered, one by one; 0 for all prompts together.
+
+    """
     from vllm import SamplingParams
 
-    asked = prompts()
+    asked = prompts(device)
     params = [
         SamplingParams(
             temperature=0.8 if seeded else 0.0,
             seed=100 + index,
-            max_tokens=NEW_TOKENS,
+            max_tokens=device.new_tokens,
             ignore_eos=True,
             detokenize=False,
+            logprobs=device.logprobs,
         )
         for index in range(len(asked))
     ]
     parts = (
         [slice(0, None)] if not alone else [slice(i, i + 1) for i in range(len(asked) - alone, len(asked))]
     )
-    made: list[list[int]] = []
+    made: list[Any] = []
     for part in parts:
-        outputs = llm.generate(asked[part], params[part], use_tqdm=False)
-        made += [list(output.outputs[0].token_ids) for output in outputs]
-    return made
+        made += llm.generate(asked[part], params[part], use_tqdm=False)
+    # A step that was scheduled ahead belongs to this run and to its mode.
+    drain(llm)
+    if device.logprobs is None:
+        return {"tokens": [tuple(output.outputs[0].token_ids) for output in made]}
+    return dict(zip(("tokens", "logprobs"), near_ties.read(made), strict=True))
 
 
-def outputs(llm: Any) -> dict[str, list[list[int]]]:
+def outputs(llm: Any, device: Device) -> dict[str, dict[str, Any]]:
     """Return what one engine answers: together, with prefix hits, one by one, and sampled by seeds."""
     assert llm.reset_prefix_cache()
-    first = generate(llm)
-    again = generate(llm)
-    alone = generate(llm, alone=3)
-    seeded = generate(llm, seeded=True)
-    return {"greedy": first, "hits": again, "alone": alone, "seeded": seeded}
+    first = generate(llm, device)
+    again = generate(llm, device)
+    alone = generate(llm, device, alone=3)
+    seeded = generate(llm, device, seeded=True)
+    return dict(zip(KINDS, (first, again, alone, seeded), strict=True))
 
 
-def engine(case: Case, folder: str, *, nwor: bool) -> Any:
-    """Start an engine of a case in this process."""
-    (Path(folder) / "config.json").write_text(json.dumps(case.config_json()))
-    if nwor:
-        from nwor.engine.plugin import register
-
-        register()
-    from vllm import LLM, ModelRegistry
+def prepare(case: Case, device: Device) -> None:
+    """Settle what a process has to know before its engine starts."""
+    from vllm.model_executor.models import registry
 
     if runner.AHEAD:
         runner.schedule_asynchronously()
     weights.register()
-    # The class itself: otherwise vLLM looks at it in one more process, which imports everything anew.
-    loaded = ModelRegistry.models[case.architecture].load_model_cls()
-    ModelRegistry.register_model(case.architecture, loaded)
+    # Classes are looked at here: vLLM would do so in one more process each, which imports everything anew.
+    registry._run_in_subprocess = lambda look: look()
+    if device is GPU:
+        if case.runner is not None:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if case.runner == "V2" else "0"
+        experts.stand_in()
+
+
+def engine(case: Case, device: Device, folder: Path, *, nwor: bool) -> Any:
+    """Start an engine of a case in this process."""
+    (folder / "config.json").write_text(json.dumps(case.config_json()))
     speculation = dict(case.speculation)
     if case.draft is not None:
-        speculation["model"] = str(Path(folder) / "draft")
-        (Path(folder) / "draft").mkdir()
-        (Path(folder) / "draft" / "config.json").write_text(json.dumps(case.draft))
-    settings = {**SETTINGS, "speculative_config": speculation, **case.engine}
+        speculation["model"] = str(folder / "draft")
+        (folder / "draft").mkdir()
+        (folder / "draft" / "config.json").write_text(json.dumps(case.draft))
     if nwor:
-        settings["additional_config"] = {"nwor": {"mode": "off", "self_check_interval": 2}}
-    return LLM(folder, **settings)
+        from nwor.engine.plugin import register
+
+        register()
+    from vllm import LLM
+
+    prepare(case, device)
+    extra: dict[str, Any] = {}
+    if nwor:
+        extra["additional_config"] = {"nwor": {"mode": "off", "self_check_interval": 2}}
+    return LLM(str(folder), speculative_config=speculation, **settings(device, case), **extra)
 
 
-def with_nwor(case: Case, folder: str) -> dict[str, Any]:
+def with_nwor(case: Case, device: Device, folder: Path) -> dict[str, Any]:
     """Return what an engine with NWOR answers in each mode, and what became of its windows."""
-    llm = engine(case, folder, nwor=True)
+    llm = engine(case, device, folder, nwor=True)
+    llm.collective_rpc("count_replays")
     modes: dict[str, Any] = {}
     for mode in ("off", "stage", "cow"):
         llm.collective_rpc("nwor_set_mode", args=(mode,))
         llm.collective_rpc("nwor_reset_stats")
-        modes[mode] = outputs(llm)
+        modes[mode] = {"outputs": outputs(llm, device)}
         modes[mode]["counts"] = llm.collective_rpc("nwor_report")[0]["counts"]
     report = llm.collective_rpc("nwor_report")[0]
-    found = {"modes": modes, "report": report, "control": None, "layers": llm.collective_rpc("layers")[0]}
+    found = {
+        "modes": modes,
+        "report": report,
+        "control": None,
+        "layers": llm.collective_rpc("layers")[0],
+        "replays": llm.collective_rpc("replays")[0],
+        "about": llm.collective_rpc("about")[0],
+    }
     if report["unsupported"] is None and report["fault"] is None:
         llm.collective_rpc("nwor_set_mode", args=("stage",))
         llm.collective_rpc("write_nothing")
         assert llm.reset_prefix_cache()
-        found["control"] = generate(llm)
+        found["control"] = generate(llm, device)
     return found
 
 
-def plain(case: Case, folder: str) -> dict[str, Any]:
+def plain(case: Case, device: Device, folder: Path) -> dict[str, Any]:
     """Return what an engine of plain vLLM answers."""
-    return outputs(engine(case, folder, nwor=False))
+    llm = engine(case, device, folder, nwor=False)
+    return {"outputs": outputs(llm, device), "about": llm.collective_rpc("about")[0]}
 
 
-def work(case: Case, part: str, sender: Any) -> None:
+def work(case: Case, device: Device, part: str, sender: Any) -> None:
     """Run one engine of a case in this process and send what it found."""
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = {"plain": plain, "nwor": with_nwor}[part](case, folder)
+            found = {"plain": plain, "nwor": with_nwor}[part](case, device, Path(folder))
         except BaseException:  # whatever it is, it goes into the record
-            found = {"error": traceback.format_exc()[-4000:]}
+            error = traceback.format_exc()
+            found = {"error": error[-4000:], "missing": missing(error)}
     spent = resource.getrusage(resource.RUSAGE_SELF)
     found["seconds"] = round(spent.ru_utime + spent.ru_stime, 1)
+    found["waited"] = round(time.monotonic() - started, 1)
     sender.send(found)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # what a forked process inherited is not its own to clean up
 
 
-def record(case: Case, found: dict[str, Any]) -> dict[str, Any]:
+def differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, int]:
+    """Return how many outputs of each kind have other tokens."""
+    return {
+        kind: sum(a != b for a, b in zip(one[kind]["tokens"], other[kind]["tokens"], strict=True))
+        for kind in KINDS
+    }
+
+
+def rounding(one: dict[str, Any], off: dict[str, Any], scale: float, greedy: bool = True) -> dict[str, Any]:
+    """Return how far outputs of one kind are from those of `off`, and how many part at no near-tie.
+
+    Args:
+        one: tokens and log-probabilities.
+        off: likewise.
+        scale: how much farther than :mod:`near_ties` says outputs may be.
+        greedy: whether each token is the likeliest; others say nothing by where they part.
+
+    """
+    largest, widest, far = 0.0, 0.0, 0
+    for index in range(len(off["tokens"])):
+        ours, theirs = ({name: [values[index]] for name, values in each.items()} for each in (one, off))
+        difference, gap = near_ties.differences(ours, theirs)
+        gap = gap if greedy else 0.0
+        far += difference > near_ties.MOST_DIFFERENCE * scale or gap > near_ties.MOST_GAP * scale
+        largest, widest = max(largest, difference), max(widest, gap)
+    # What has nothing in common is infinitely far, for which JSON has no number.
+    return {"difference": round(min(largest, 99.0), 3), "gap": round(min(widest, 99.0), 3), "far": far}
+
+
+def record(case: Case, device: Device, found: dict[str, Any]) -> dict[str, Any]:
     """Return the record of a case: what is compared, in words and numbers."""
     nwor, stock = found["nwor"], found["plain"]
-    errors = {part: each["error"] for part, each in found.items() if "error" in each}
-    if errors:
-        return {"name": case.name, "architecture": case.architecture, "errors": errors}
-    off, stage = nwor["modes"]["off"], nwor["modes"]["stage"]
-    kinds = ("greedy", "hits", "alone", "seeded")
-
-    def differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, int]:
-        return {kind: sum(a != b for a, b in zip(one[kind], other[kind], strict=True)) for kind in kinds}
-
-    report = nwor["report"]
-    return {
+    base = {
         "name": case.name,
         "architecture": case.architecture,
+        "device": device.name,
+        "seconds": {part: each.get("waited", 0.0) for part, each in found.items()},
+    }
+    errors = {part: each["error"] for part, each in found.items() if "error" in each}
+    if errors:
+        absent = {part: each.get("missing") for part, each in found.items() if "error" in each}
+        return base | {"errors": errors, "missing": absent}
+    modes = {mode: each["outputs"] for mode, each in nwor["modes"].items()} | {"plain": stock["outputs"]}
+    off, control = modes.pop("off"), nwor["control"]
+    report = nwor["report"]
+    if device.logprobs is not None:
+        scale = FP8_SCALE if str(case.engine.get("kv_cache_dtype")).startswith("fp8") else 1.0
+        base["rounding"] = {
+            mode: {kind: rounding(seen[kind], off[kind], scale, kind != "seeded") for kind in KINDS}
+            for mode, seen in modes.items()
+        }
+        base["control_rounding"] = None if control is None else rounding(control, off["greedy"], scale)
+    return base | {
         "drafter": f"{case.speculation['method']}, {case.speculation['num_speculative_tokens']}",
         "direct": report["unsupported"],
         "fault": report["fault"],
         "self_checks": report["self_checks"],
         "layers": nwor["layers"],
-        "differing": {
-            "stage": differing(stage, off),
-            "cow": differing(nwor["modes"]["cow"], off),
-            "plain": differing(stock, off),
-        },
-        "outputs": sum(len(off[kind]) for kind in kinds),
-        "distinct_tokens": len({token for answer in off["greedy"] for token in answer}),
+        "replays": nwor["replays"],
+        "runners": {part: each["about"]["runner"] for part, each in found.items()},
+        "differing": {mode: differing(seen, off) for mode, seen in modes.items()},
+        "outputs": sum(len(off[kind]["tokens"]) for kind in KINDS),
+        "distinct_tokens": len({token for answer in off["greedy"]["tokens"] for token in answer}),
         "control": None
-        if nwor["control"] is None
-        else sum(a != b for a, b in zip(nwor["control"], off["greedy"], strict=True)),
-        "prompts": len(LENGTHS),
+        if control is None
+        else sum(a != b for a, b in zip(control["tokens"], off["greedy"]["tokens"], strict=True)),
+        "prompts": len(device.lengths),
         "counts": {
             mode: {name: each["counts"][name] for name in COUNTED} for mode, each in nwor["modes"].items()
         },
-        "tried_on": f"CPU, float32, {'V2' if runner.V2 else 'V1'}",
+        "tried_on": tried_on(device, case, nwor["about"]),
         "processor_seconds": {part: each["seconds"] for part, each in found.items()},
     }
 
 
-def run(cases: Sequence[Case], path: Path, limit: float = 150.0) -> None:
-    """Run cases, as many engines at a time as there are processors, and write their records.
+def run(cases: Sequence[Case], path: Path, device: Device, limit: float = 150.0) -> None:
+    """Run cases, several engines at a time, and write their records.
 
     Args:
         cases: what to run.
         path: a file, which is written anew.
+        device: where.
         limit: seconds after which an engine is given up.
 
+    Raises:
+        RuntimeError: if importing vLLM has opened the GPU, which no process that is forked then can.
+
     """
-    for module in IMPORTED:
+    for module in device.imported:
         importlib.import_module(module)
+    import torch
+
+    if torch.cuda.is_initialized():
+        raise RuntimeError("CUDA is initialized before processes are forked")
     gc.collect()
     gc.freeze()  # an engine that starts collects garbage five times
     fork = multiprocessing.get_context("fork")
-    most = len(os.sched_getaffinity(0))
+    most = engines_at_once(device)
     jobs = [(case, part) for case in cases for part in ("nwor", "plain")]
-    jobs.reverse()
+    jobs.sort(key=lambda job: job[0].graphs in ("piecewise", "both"))  # the last begins; these take longest
     running: list[tuple[Case, str, Any, Any, float]] = []
     found: dict[str, dict[str, Any]] = {case.name: {} for case in cases}
     path.write_text("")
@@ -249,7 +293,7 @@ def run(cases: Sequence[Case], path: Path, limit: float = 150.0) -> None:
         while jobs and len(running) < most:
             case, part = jobs.pop()
             receiver, sender = fork.Pipe(duplex=False)
-            process = fork.Process(target=work, args=(case, part, sender))
+            process = fork.Process(target=work, args=(case, device, part, sender))
             process.start()
             sender.close()
             running.append((case, part, process, receiver, time.monotonic()))
@@ -261,10 +305,10 @@ def run(cases: Sequence[Case], path: Path, limit: float = 150.0) -> None:
                 try:
                     answer = receiver.recv()
                 except EOFError:
-                    answer = {"error": "the process died"}
+                    answer = {"error": "the process died", "waited": took}
             elif took > limit:
                 process.kill()
-                answer = {"error": f"no answer within {limit:.0f} s"}
+                answer = {"error": f"no answer within {limit:.0f} s", "waited": took}
             else:
                 continue
             process.join()
@@ -272,24 +316,26 @@ def run(cases: Sequence[Case], path: Path, limit: float = 150.0) -> None:
             found[case.name][part] = answer
             if len(found[case.name]) == 2:
                 with path.open("a") as file:
-                    file.write(json.dumps(record(case, found[case.name])) + "\n")
+                    file.write(json.dumps(record(case, device, found[case.name])) + "\n")
 
 
 def main() -> None:
     """Run what the command line says."""
     parser = argparse.ArgumentParser(description="Run tiny models of many architectures.")
     parser.add_argument("records", type=Path)
+    parser.add_argument("--gpu", action="store_true", help="on a GPU, its own cases among them")
     parser.add_argument("--all", action="store_true", help="not only those of continuous integration")
     parser.add_argument(
         "--names", nargs="*", help="those of these names, whether in continuous integration or not"
     )
     args = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
-    every = [*CASES, *DRAFTERS]
+    device = GPU if args.gpu else CPU
+    os.environ.update(device.environment)
+    every = [*GPU_MODELS, *GPU_DRAFTERS] if args.gpu else [*CASES, *DRAFTERS]
     chosen = [case for case in every if args.all or case.quick]
     if args.names is not None:
         chosen = [case for case in every if case.name in args.names]
-    run(chosen, args.records)
+    run(chosen, args.records, device)
 
 
 if __name__ == "__main__":

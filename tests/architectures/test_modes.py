@@ -12,56 +12,31 @@ Records: lines of JSON in the file that NWOR_TESTS_RECORDS names; docs/works-wit
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.architectures import recorded
 from tests.architectures.cases import CASES, Case
 from tests.architectures.drafters import DRAFTERS
 from tests.engine.runner import AHEAD, VARIABLE
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(AHEAD, reason="one runner is enough")]
 
-ROOT = Path(__file__).resolve().parents[2]
-RECORDS = "NWOR_TESTS_RECORDS"
 SAME = {"greedy": 0, "hits": 0, "alone": 0, "seeded": 0}
 
 
 @pytest.fixture(scope="module")
 def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run all models that tests of this run are about, and return their records by name."""
-    items = [item for item in request.session.items if item.path == request.path]
-    wanted = [item.callspec.params["case"] for item in items if not item.get_closest_marker("skip")]
-    lines: list[str] = []
-    for v2 in (False, True):
-        names = [case.name for case in wanted if case.v2 == v2]
-        if names:
-            path = tmp_path_factory.mktemp("architectures") / "records.jsonl"
-            command = [sys.executable, "-m", "tests.architectures.run", str(path), "--names", *names]
-            environment = os.environ | ({VARIABLE: "v2"} if v2 else {})
-            run = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-            )
-            assert run.returncode == 0, run.stderr[-3000:]
-            lines += path.read_text().splitlines(keepends=True)
-    if os.environ.get(RECORDS):
-        with Path(os.environ[RECORDS]).open("a") as kept:
-            kept.writelines(lines)
-    return {record["name"]: record for record in map(json.loads, lines)}
+    wanted = recorded.wanted(request)
+    folder = tmp_path_factory.mktemp("architectures")
+    on_v1 = recorded.run([case for case in wanted if not case.v2], folder)
+    on_v2 = recorded.run([case for case in wanted if case.v2], folder, environment={VARIABLE: "v2"})
+    return on_v1 | on_v2
 
 
-def marks(case: Case) -> list[pytest.MarkDecorator]:
-    return [] if case.quick else [pytest.mark.slow]
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=marks(case)) for case in (*CASES, *DRAFTERS)]
-)
+@pytest.mark.parametrize("case", recorded.parameters((*CASES, *DRAFTERS)))
 def test_answers(case: Case, records: dict[str, Any]) -> None:
     record = records[case.name]
     assert "errors" not in record, record

@@ -33,7 +33,10 @@ def fill(name: str, tensor: torch.Tensor) -> None:
         return
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(tensor.shape, generator=generator)
-    if tensor.dim() > 1:
+    if name.endswith((".A", ".A_log")):
+        # How fast a recurrent layer's state decays: `A` is negative, the other's exponential is negated.
+        values = -1.0 - values.abs() if name.endswith(".A") else SPREAD * values
+    elif tensor.dim() > 1:
         # Less than what layers add, so that a model with tied embeddings says more than its last token.
         values *= EMBEDDED if "embed" in name or "wte" in name else 1.5 * tensor.shape[-1] ** -0.5
     elif "norm" in name or "ln_" in name:

@@ -1,7 +1,7 @@
 """Makes docs/works-with.md from records of :mod:`tests.architectures.run`, which lie beside it.
 
 ``python -m tests.architectures.works_with [RECORDS]``: with a file of records, those take the place of the
-ones of the same models in docs/works-with.jsonl first.
+ones of the same models and device in docs/works-with.jsonl first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ Runner V2 is interpreted on a CPU and got three prompts.
 
 *Staged* says that rejected tokens stayed out of the cache. *Direct* says that every window was written as
 stock vLLM writes it, and names the [reason](vllm/fallbacks.md#reasons).
+"""
 
+
+#: What is said besides where records of a GPU are among them.
+ON_GPUS = """
+On a GPU models are in bfloat16, so that outputs may part at near-ties; records are those of
+`tests/gpu/test_architectures.py`.
+"""
+TABLE = """
 | Model | vLLM's class | Drafts | Windows | Equal | Accepted | Control | Tried on |
 |---|---|---|---|---|---|---|---|
 """
@@ -51,14 +59,24 @@ def row(record: dict[str, Any]) -> str:
 
 def page(records: Iterable[dict[str, Any]]) -> str:
     """Return the page's text; staged models come first."""
-    ordered = sorted(records, key=lambda record: (record["direct"] is not None, record["name"].lower()))
-    return HEAD + "".join(map(row, ordered))
+    ordered = sorted(
+        records,
+        key=lambda record: (record["direct"] is not None, record["name"].lower(), key_of(record)),
+    )
+    on_gpus = any(record.get("device", "CPU") != "CPU" for record in ordered)
+    return HEAD + ON_GPUS * on_gpus + TABLE + "".join(map(row, ordered))
+
+
+def key_of(record: dict[str, Any]) -> str:
+    """Return what a record is known by: the model's name, and the device unless it is a CPU."""
+    device = record.get("device", "CPU")
+    return record["name"] if device == "CPU" else f"{record['name']} [{device}]"
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the records of a file by name, without those of models that did not run."""
+    """Return the records of a file by what they are known by, without those of models that did not run."""
     records = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return {record["name"]: record for record in records if "errors" not in record}
+    return {key_of(record): record for record in records if "errors" not in record}
 
 
 def main() -> None:

@@ -63,6 +63,9 @@ class SlotProbe(CopyWatch):
                 cache = torch.empty_like(cache)
                 # A captured graph's rows are as many as its batch size.
                 key, value = (side[: plan.num_tokens] for side in window.sources[name])
+                if window.source_rows is not None:  # a tree's slots get the rows of its accepted path
+                    own = window.source_rows[: plan.num_tokens].clamp(min=0).long()
+                    key, value = key[own], value[own]
                 stock = super(type(layer.impl), layer.impl)
                 stock.do_kv_cache_update(layer, key, value, cache, slots)
             wanted[name] = self._lines(cache, slots)

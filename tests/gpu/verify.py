@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What a result is of: the sources that a step may run, besides the CUDA library.
-SOURCES = ("nwor", "server", "tests/gpu", "tests/ops")
+SOURCES = ("nwor", "server", "tests/gpu", "tests/ops", "tests/architectures")
 ENGINES = ("graphs", "piecewise", "eager", "v1-graphs", "v1-piecewise", "v1-eager", "fp8")
 PIPELINES = ("graphs", "piecewise", "eager")
 #: Tools of compute-sanitizer, and what the last word of each is where it found nothing.
@@ -96,6 +96,8 @@ def checks(racecheck: Path | None = None) -> list[Step]:
         _pytest("greedy-sampling", f"{tests}/test_greedy_sampling.py"),
         _pytest("server", f"{tests}/test_server.py"),
         _pytest("rounding", f"{tests}/test_rounding.py"),
+        _pytest("architectures", f"{tests}/test_architectures.py", "-k", "test_model"),
+        _pytest("drafters", f"{tests}/test_architectures.py", "-k", "test_drafter"),
         _pytest("tensor-parallel", f"{tests}/test_tensor_parallel.py", gpus=2),
     ]
     steps += [

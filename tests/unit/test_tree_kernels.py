@@ -19,7 +19,7 @@ from tests.engine.runner import V2
 
 pytestmark = pytest.mark.skipif(not V2, reason="run by test_runner_v2.py, where kernels are interpreted")
 
-SHAPES = [(16, 8, 4), (8, 4, 3), (1, 1, 1), (5, 5, 1), (32, 6, 8), (63, 8, 8), (12, 3, 7)]
+SHAPES = [(16, 8, 4), (8, 4, 3), (2, 1, 2), (5, 5, 1), (32, 6, 8), (63, 8, 8), (12, 3, 7)]
 
 
 def _tables(shape: tuple[int, int, int], slots: int = 6, tokens: int = 256) -> Any:
@@ -78,7 +78,7 @@ def test_the_likeliest_nodes_are_kept(shape: tuple[int, int, int], all_linear: b
         assert bool(tables._chains[slot]) == (request in linear)
 
 
-GROWN = [(16, 6, 4), (8, 4, 3), (1, 1, 1), (5, 5, 1), (32, 6, 8), (63, 8, 8), (4, 1, 6), (12, 2, 4)]
+GROWN = [(16, 6, 4), (8, 4, 3), (2, 1, 2), (5, 5, 1), (32, 6, 8), (63, 8, 8), (4, 1, 6), (12, 2, 4)]
 
 
 @pytest.mark.parametrize("shape", GROWN, ids=str)
@@ -247,6 +247,21 @@ def test_a_step_is_walked_committed_and_flattened_as_in_plain_python() -> None:
             assert torch.equal(states[row], before[source])
     assert torch.equal(states[len(sources) :], before[len(sources) :])
     assert torch.equal(batch.input_ids[len(sources) :], ids[len(sources) :])
+
+
+def test_chains_are_chains() -> None:
+    from nwor.reference import trees
+
+    tables = _tables((12, 5, 4))
+    tables.build_chains(torch.tensor([3, 1]))
+    expected = trees.chain([[0]] * 12, 12)
+    for slot in (3, 1):
+        assert tables._parents[slot].tolist()[1:] == list(expected.parents[1:])
+        assert tables._depths[slot].tolist()[1:] == list(expected.depths[1:])
+        assert tables._masks[slot].tolist()[1:] == list(expected.masks[1:])
+        assert tables._chains[slot]
+    assert not tables._chains[2]
+    assert not tables._parents[2].any()
 
 
 def test_of_what_did_not_attend_as_a_tree_chains_alone_accept() -> None:

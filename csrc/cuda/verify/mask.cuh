@@ -28,15 +28,18 @@ __device__ __forceinline__ void mask_scores(const VerifyParams& p, const Split& 
     return;
   }
   if (p.sliding_window <= 0) {
+    // Sixteen tokens at a time: their bits are one of the four parts of a mask, and one register.
+    const uint16_t* masks = reinterpret_cast<const uint16_t*>(p.ancestor_mask + split.work.start) + token / 16;
+    const bool first = lane / 4 < valid, second = lane / 4 + 8 < valid;
 #pragma unroll
     for (int j = 0; j < T::kRowTiles; ++j)
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
         const int packed = split.first_row + warp_row + 8 * j + lane % 4 * 2 + column;
         const int row = min(divide(packed, p.group), split.work.window - 1);
-        const int64_t sees = __ldg(p.ancestor_mask + split.work.start + row) >> (token + lane / 4);
-        if (lane / 4 >= valid || (sees & 1) == 0) scores[j][column] = -INFINITY;
-        if (lane / 4 + 8 >= valid || ((sees >> 8) & 1) == 0) scores[j][2 + column] = -INFINITY;
+        const uint32_t sees = static_cast<uint32_t>(__ldg(masks + 4 * row)) >> (lane / 4);
+        if (!first || (sees & 1) == 0) scores[j][column] = -INFINITY;
+        if (!second || (sees & 256) == 0) scores[j][2 + column] = -INFINITY;
       }
     return;
   }

@@ -60,8 +60,12 @@ template <bool kFp8>
 __device__ __forceinline__ float finish_row(const VerifyParams& p, const Split& split, int row, float maximum,
                                             float sum, bool write_lse) {
   float factor = 1.f;
-  if (p.sinks != nullptr || p.lse != nullptr || p.ancestor_mask != nullptr)
+  if (p.sinks != nullptr || p.lse != nullptr) {
     factor = finish_special_row(p, split.work.start, split.head, split.first_row + row, maximum, sum, write_lse);
+  } else if (p.ancestor_mask != nullptr) {
+    const PackedRow packed(p, split.first_row + row);
+    if (__ldg(p.ancestor_mask + split.work.start + packed.token) == 0) return 0.f;  // it sees nothing at all
+  }
   if (kFp8 && p.v_scale != nullptr) factor *= p.v_scale[p.v_scale_count == 1 ? 0 : split.head];
   return sum == 0.f ? 0.f : __fdividef(factor, sum);  // a row that sees nothing is zero
 }

@@ -45,9 +45,6 @@ class TreeGrowth:
             self._windows = draft_window.attach(
                 layers, cache_views, dtype, speculator.device, candidates.window, speculator.max_num_reqs
             )
-        # All passes are one call, in a graph or not: of vLLM's metadata, which it would update between them,
-        # they read where the context is and nothing else.
-        speculator.supports_decode_metadata_update = speculator.num_speculative_steps > 1
 
     def note_first(self, logits: torch.Tensor) -> torch.Tensor:
         """Take in what the drafter's first pass says.
@@ -75,13 +72,8 @@ class TreeGrowth:
         slot_mappings: dict[str, torch.Tensor] | None,
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode,
-        num_speculative_steps: int,
     ) -> None:
-        """Expand the trees of a batch, as vLLM calls its own loop of passes; may be captured in a CUDA graph.
-
-        ``num_speculative_steps`` passes are asked for, the first of which has run; all are run that the depth
-        says.
-        """
+        """Expand the trees of a batch, called as vLLM's own loop of passes; may be captured in a graph."""
         speculator, found = self._speculator, self._candidates
         longest, shape = speculator.max_model_len, found.shape
         buffers = speculator.input_buffers

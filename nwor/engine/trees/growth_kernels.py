@@ -175,8 +175,8 @@ class Candidates:
     Attributes:
         tokens: int64 [max_num_reqs * width, width], continuations of the rows of the latest pass.
         logprobs: float32, likewise.
-        ids: int32 [max_num_reqs * width]: token ids of the next pass's rows. Code that was compiled for vLLM's
-            own inputs reads them, and no guard would notice another dtype.
+        ids: int32 [max_num_reqs * width]: token ids of the next pass's rows. Code that was compiled for
+            vLLM's own inputs reads them, and no guard would notice another dtype.
         positions: int64, likewise.
         sources: int64, likewise: the row of the latest pass that each continues.
         row_masks: int64 [max_num_reqs, window]: what each row of the drafter's window sees.

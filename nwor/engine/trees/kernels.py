@@ -91,6 +91,28 @@ def build_comb_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def build_chains_kernel(  # type: ignore[no-untyped-def]
+    # [requests]; int8, int8, int64 [max_num_reqs, nodes + 1], uint8 [max_num_reqs]
+    slots_ptr,
+    parent_ptr,
+    depth_ptr,
+    mask_ptr,
+    chain_ptr,
+    nodes,
+    ROWS: tl.constexpr,  # noqa: N803
+):
+    slot = tl.load(slots_ptr + tl.program_id(0)).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    inside = (row > 0) & (row <= nodes)
+    table = slot * (nodes + 1) + row
+    one = tl.full([ROWS], 1, dtype=tl.int64)
+    tl.store(parent_ptr + table, (row - 1).to(tl.int8), mask=inside)
+    tl.store(depth_ptr + table, row.to(tl.int8), mask=inside)
+    tl.store(mask_ptr + table, (((one << row.to(tl.int64)) - 1) << 1) | 1, mask=inside)
+    tl.store(chain_ptr + slot, tl.full([], 1, dtype=tl.uint8))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def place_kernel(  # type: ignore[no-untyped-def]
     # [requests], int32 [requests + 1] twice
     slots_ptr,

@@ -58,6 +58,13 @@ def why_not(vllm_config: Any, config: Any) -> str | None:
         return "tensor parallelism: a rank with a fault would attend to other rows than its peers"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline stages hold windows back as chains"
+    lengths = {drafts for _, _, drafts in speculative.num_speculative_tokens_per_batch_size or ()}
+    longest = max(lengths - {config.tree.nodes}, default=0)
+    if longest > config.tree.depth:
+        return (
+            f"chains of {longest} draft tokens (num_speculative_tokens_per_batch_size) are longer than the "
+            f"tree is deep ({config.tree.depth})"
+        )
     if parallel.data_parallel_size > 1:
         return "data parallelism: ranks agree on the rows of each pass"
     scheduler, shape = vllm_config.scheduler_config, config.tree

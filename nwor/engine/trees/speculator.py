@@ -30,27 +30,36 @@ class TreeDrafts:
         self._tables = tables
         self._chains_only = chains_only
         self._propose = speculator.propose
-        self._passes = {
-            name: getattr(speculator, name) for name in ("_generate_fused_drafts", "_generate_draft")
-        }
         speculator.propose = self.propose
         speculator.sample_draft = self.sample_draft
         self.growth: TreeGrowth | None = None
         if tables.candidates is not None:
             self.growth = TreeGrowth(speculator, tables.candidates)
-            speculator._generate_fused_drafts = self.growth.passes
-        else:
-            speculator._generate_fused_drafts = self._limited("_generate_fused_drafts")
-            speculator._generate_draft = self._limited("_generate_draft")
+        for name in ("_generate_fused_drafts", "_generate_draft", "_multi_step_decode"):
+            setattr(speculator, name, self._passes(name, getattr(speculator, name)))
 
-    def _limited(self, name: str) -> Callable[..., None]:
-        """Return a pass of the drafter that knows its last by the depth: vLLM counts passes by nodes."""
-        stock, depth = self._passes[name], self._tables.shape.depth
+    def _passes(self, name: str, stock: Callable[..., None]) -> Callable[..., None]:
+        """Return what runs the passes behind the drafter's first, of a tree or of a shorter chain.
+
+        vLLM counts passes by draft tokens: as many as a tree has nodes stand for a tree.
+        """
+        shape, growth, speculator = self._tables.shape, self.growth, self._speculator
 
         def passes(*args: Any, num_speculative_steps: int | None = None, **kwargs: Any) -> None:
             if num_speculative_steps is None:
                 *args, num_speculative_steps = args  # type: ignore[assignment]
-            stock(*args, num_speculative_steps=min(num_speculative_steps or depth, depth), **kwargs)
+            assert num_speculative_steps is not None
+            if num_speculative_steps < shape.nodes:
+                stock(*args, num_speculative_steps=num_speculative_steps, **kwargs)
+            elif growth is None:
+                stock(*args, num_speculative_steps=shape.depth, **kwargs)
+            elif name == "_multi_step_decode":
+                # Of metadata, which vLLM builds anew for each pass here, ours read where the context is.
+                speculator._fused_multi_step_decode(
+                    *args, num_speculative_steps=num_speculative_steps, **kwargs
+                )
+            else:
+                growth.passes(*args, **kwargs)
 
         return passes
 
@@ -85,14 +94,15 @@ class TreeDrafts:
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return int64 [requests, nodes], the draft tokens of each request's next window."""
-        tables, speculator = self._tables, self._speculator
+        """Return int64 [requests, nodes], the draft tokens of each request's next window.
+
+        Where fewer tokens are asked for than a tree has nodes, they are a chain of as many.
+        """
+        tables, speculator, shape = self._tables, self._speculator, self._tables.shape
         if input_batch.num_draft_tokens and not dummy_run:
             # The accepted path becomes what stock code expects: leading rows, one after the other.
             tables.flatten(input_batch, list(aux_hidden_states or [last_hidden_states]))
-        passes = tables.shape.depth
-        if num_speculative_tokens is not None:
-            passes = min(passes, num_speculative_tokens)
+        drafts = shape.nodes if num_speculative_tokens is None else num_speculative_tokens
         self._propose(
             input_batch,
             attn_metadata,
@@ -100,11 +110,13 @@ class TreeDrafts:
             last_hidden_states,
             aux_hidden_states,
             *args,
-            num_speculative_tokens=passes,
+            num_speculative_tokens=drafts,
             dummy_run=dummy_run,
             **kwargs,
         )
-        drafts: torch.Tensor = speculator.draft_tokens[: input_batch.num_reqs]
-        if passes == tables.shape.depth:
-            tables.build(input_batch.idx_mapping, drafts, self._chains_only())
-        return drafts
+        tokens: torch.Tensor = speculator.draft_tokens[: input_batch.num_reqs]
+        if drafts == shape.nodes:
+            tables.build(input_batch.idx_mapping, tokens, self._chains_only())
+        elif drafts:
+            tables.build_chains(input_batch.idx_mapping)
+        return tokens

@@ -105,6 +105,25 @@ class TreeTables:
             num_warps=1,
         )
 
+    def build_chains(self, slots: torch.Tensor) -> None:
+        """Let each row of some requests' windows continue the row before.
+
+        Args:
+            slots: [requests].
+
+        """
+        if len(slots):
+            kernels.build_chains_kernel[(len(slots),)](
+                slots,
+                self._parents,
+                self._depths,
+                self._masks,
+                self._chains,
+                self.shape.nodes,
+                ROWS=self._rows,
+                num_warps=1,
+            )
+
     def place(self, batch: Any) -> None:
         """Give a step's windows their masks, and their rows the positions that their depths say.
 
