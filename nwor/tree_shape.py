@@ -138,3 +138,32 @@ class TreeShape:
     def to_mapping(self) -> dict[str, Any]:
         """Return plain JSON values from which :meth:`from_mapping` makes the same shape."""
         return {**asdict(self), "kind": str(self.kind)}
+
+
+#: Rows of a step up to which an H100's or H200's matrix products take about as long as for one.
+ROWS_FOR_TREES = 192
+#: Draft tokens of chains where more requests run than have trees, and up to how many requests that holds.
+CHAINS = ((48, 4), (1 << 30, 2))
+
+
+def schedule(shape: TreeShape, requests: int | None, most_requests: int) -> list[tuple[int, int, int]]:
+    """Return the draft tokens of a step by the requests that run: trees for few, chains for more.
+
+    Args:
+        shape: the trees.
+        requests: how many requests may have trees; None for as many as :data:`ROWS_FOR_TREES` allows.
+        most_requests: requests of the largest batch.
+
+    Returns:
+        What vLLM's ``num_speculative_tokens_per_batch_size`` takes.
+
+    """
+    if requests is None:
+        requests = max(1, ROWS_FOR_TREES // (shape.nodes + 1))
+    entries, first = [], 1
+    for last, drafts in ((requests, shape.nodes), *CHAINS):
+        last = min(last, most_requests)
+        if last >= first:
+            entries.append((first, last, min(drafts, shape.depth) if drafts != shape.nodes else drafts))
+            first = last + 1
+    return entries

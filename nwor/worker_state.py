@@ -61,6 +61,9 @@ class WorkerState:
         draft_costs: what steps cost by their draft tokens, as measured at the start; None where that was not.
         draft_costs_why_not: why it was not; None where it was, or where the number of draft tokens is fixed.
         changes: the latest changes that somebody asked for, oldest first: when, by which key, what.
+        serving: whether the engine has warmed up; requests before that are not anybody's.
+        chain_requests: where windows are trees, requests whose windows had to be chains, by reason. Who
+            counts calls :meth:`forget_facts`.
 
     """
 
@@ -90,6 +93,8 @@ class WorkerState:
     draft_costs: StepCosts | None = None
     draft_costs_why_not: str | None = None
     changes: list[dict[str, str]] = field(default_factory=list)
+    serving: bool = False
+    chain_requests: dict[str, int] = field(default_factory=dict)
     _logged: set[str] = field(default_factory=set)
     _tally: Tally = field(default_factory=Tally)
     _waiting: deque[tuple[Treatment, bytes]] = field(default_factory=deque)
@@ -212,7 +217,7 @@ class WorkerState:
 
     @property
     def facts(self) -> WorkerFacts:
-        """What rides home with each step; a new object after a switch."""
+        """What rides home with each step; a new object where something has changed."""
         if self._facts is None:
             self._facts = WorkerFacts(
                 self.mode_in_force.value,
@@ -220,6 +225,7 @@ class WorkerState:
                 self.engine_token_bytes,
                 self.earlier,
                 self.draft_tokens,
+                tuple(self.chain_requests.items()),
             )
         return self._facts
 
@@ -298,6 +304,9 @@ class WorkerState:
             "draft_costs_why_not": self.draft_costs_why_not,
             "draft_vocabulary": self.draft_vocabulary,
             "draft_tokens": self.draft_tokens or str(self.config.draft_tokens or ""),
+            "tree": None
+            if self.config.tree is None
+            else {**self.config.tree.to_mapping(), "chain_requests": dict(self.chain_requests)},
             "changes": self.changes,
             "counts": self.counts.plain(),
         }

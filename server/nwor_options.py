@@ -11,7 +11,7 @@ from nwor.draft_vocabulary import METHODS
 from nwor.engine import plugin
 from nwor.errors import ConfigError
 from nwor.modes import Mode
-from nwor.tree_shape import DEFAULT_DEPTH, DEFAULT_WIDTH, TreeKind, TreeShape
+from nwor.tree_shape import DEFAULT_DEPTH, DEFAULT_WIDTH, ROWS_FOR_TREES, TreeKind, TreeShape
 from server.errors import UsageError
 
 #: Where the admin key is read from when no flag names one.
@@ -117,6 +117,13 @@ def add_nwor_options(parser: argparse.ArgumentParser) -> None:
         help="grown, the default: each pass expands the likeliest nodes of the last. comb: runners-up of a "
         "chain, for which the drafter's passes are those of a chain.",
     )
+    group.add_argument(
+        "--tree-requests",
+        type=int,
+        metavar="R",
+        help="Most requests that have trees; where more run, windows are chains. Default: as many as have "
+        f"{ROWS_FOR_TREES} rows together.",
+    )
     group.add_argument("--no-nwor", action="store_true", help="Leave NWOR out of the engine: stock vLLM.")
     group.add_argument(
         "--admin-api-key",
@@ -182,6 +189,10 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool) -> None:
             if (chosen := getattr(args, "draft_tokens", None)) is not None:
                 given["draft_tokens"] = chosen
             config = NworConfig.from_mapping(given)
+            if config.tree is not None and Mode.STAGE not in config.modes:
+                raise UsageError(
+                    "--tree-nodes needs mode stage, the only one that holds trees: add stage to --nwor-modes"
+                )
             _check_draft_vocabulary(config, args)
             additional[CONFIG_KEY] = config.to_mapping()
         elif speculates and not args.no_nwor:
@@ -203,10 +214,13 @@ def tree_of(args: argparse.Namespace) -> TreeShape | None:
     """
     nodes, depth, width, kind = args.tree_nodes, args.tree_depth, args.tree_width, args.tree_kind
     if nodes is None:
-        for name, value in (("--tree-depth", depth), ("--tree-width", width), ("--tree-kind", kind)):
-            if value is not None:
+        for name in ("tree_depth", "tree_width", "tree_kind", "tree_requests"):
+            if getattr(args, name) is not None:
+                name = "--" + name.replace("_", "-")
                 raise UsageError(f"{name} is of a tree, and there is none: add --tree-nodes")
         return None
+    if args.tree_requests is not None and args.tree_requests < 1:
+        raise UsageError(f"--tree-requests {args.tree_requests}: give 1 or more, or drop --tree-nodes")
     try:
         return TreeShape.of(nodes, depth, width, kind)
     except ConfigError as error:

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nwor.config import NworConfig
+from nwor.errors import ConfigError
+from nwor.tree_shape import TreeShape, schedule
 from server import draft_tokens
 from server.drafters import (
     METHODS,
@@ -22,6 +25,8 @@ from server.errors import StartupError, UsageError
 from server.models import check_draft, check_model, read_config
 from server.nwor_options import tree_of
 
+#: More requests than any engine runs at once.
+MOST_REQUESTS = 1 << 16
 #: Methods for which vLLM looks at the draft's path first, and the words by which it then takes another one.
 _OVERRULED = ("draft_model", "pard", "mtp", "medusa")
 _PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
@@ -134,6 +139,10 @@ def use_draft(args: argparse.Namespace, default: int | str, device_type: str) ->
         tokens = "auto"
     lengths = draft_tokens.settle(args, drafter.method, tokens, device_type)
     _check_number(drafter, lengths["num_speculative_tokens"])
+    if (tree := tree_of(args)) is not None:
+        most = args.max_num_seqs or MOST_REQUESTS
+        by_requests = schedule(tree, args.tree_requests, most)
+        lengths["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in by_requests]
     config: dict[str, Any] = dict(METHODS[drafter.method])
     if args.draft is not None:
         config["model"] = args.draft
@@ -144,9 +153,14 @@ def use_draft(args: argparse.Namespace, default: int | str, device_type: str) ->
 
 
 def _use_tree(args: argparse.Namespace, method: str) -> None:
-    """Have as many draft tokens as a tree has nodes, where the flags ask for one."""
+    """Have as many draft tokens as a tree has nodes, where the flags or NWOR's settings ask for one."""
     tree = tree_of(args)
     if tree is None:
+        tree = _configured_tree(args)
+        if tree is not None:
+            if args.num_speculative_tokens is None:
+                args.num_speculative_tokens = tree.nodes
+            args.draft_sampling = args.draft_sampling or "greedy"
         return
     if method not in draft_tokens.METHODS:
         raise UsageError(f"--tree-nodes is for EAGLE heads, and drafts are by {method}: drop it")
@@ -158,6 +172,14 @@ def _use_tree(args: argparse.Namespace, method: str) -> None:
         raise UsageError("--tree-nodes drafts the likeliest tokens: drop --draft-sampling sampled")
     args.num_speculative_tokens = tree.nodes
     args.draft_sampling = "greedy"
+
+
+def _configured_tree(args: argparse.Namespace) -> TreeShape | None:
+    try:
+        config = NworConfig.from_additional_config(args.additional_config)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    return None if config is None else config.tree
 
 
 def _drafter(args: argparse.Namespace) -> Drafter:

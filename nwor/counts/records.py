@@ -139,7 +139,7 @@ class Treatment(NamedTuple):
 
 
 class WorkerFacts(NamedTuple):
-    """What holds for a rank from one switch of the mode to the next.
+    """What holds for a rank until something of it changes.
 
     Attributes:
         mode: the rank's mode.
@@ -148,6 +148,7 @@ class WorkerFacts(NamedTuple):
         earlier: the pipeline stages before the last; None where there are none.
         draft_tokens: what was asked for while the engine ran: a number, or bounds as ``auto:1-6``; empty
             where the settings of the start hold.
+        chain_requests: where windows are trees, requests so far whose windows had to be chains, by reason.
 
     """
 
@@ -156,6 +157,7 @@ class WorkerFacts(NamedTuple):
     token_bytes: int
     earlier: EarlierStages | None = None
     draft_tokens: str = ""
+    chain_requests: tuple[tuple[str, int], ...] = ()
 
 
 class StepRecord(NamedTuple):

@@ -43,13 +43,13 @@ LEDGER = (
     Patch(
         target="vllm.v1.worker.cpu_worker.CPUModelRunner",
         why="CPUWorker.init_device names the runner class itself and does not call _make_model_runner",
-        how="names the NWOR subclass instead, in the worker process of an engine that asked for NWOR",
+        how="names the NWOR subclass instead, while the worker of an engine that asked for NWOR starts",
         removal="when CPUWorker builds its runner through _make_model_runner as the GPU worker does",
     ),
     Patch(
         target="vllm.v1.worker.cpu.model_runner.CPUModelRunner",
         why="CPUWorker.init_device names runner V2, too, which it takes where Triton knows the CPU",
-        how="names the NWOR subclass instead, in the worker process of an engine that asked for NWOR",
+        how="names the NWOR subclass instead, while the worker of an engine that asked for NWOR starts",
         removal="with the entry before",
     ),
     Patch(
@@ -127,6 +127,36 @@ OBJECT_LEDGER = (
         how="the object's own method counts them after vLLM's, and then goes",
         removal="when the runner has a hook for outputs that have arrived",
         where="nwor.engine.model_runner.common",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler",
+        why="runner V2 makes its rejection sampler itself, which knows windows as chains alone",
+        how="the runner's own becomes a subclass that walks trees; only where the sources are the known ones",
+        removal="when the runner takes a rejection sampler's class from a setting",
+        where="nwor.engine.trees.decoding",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.propose",
+        why="the drafter has to read the accepted rows of a tree, and give back the nodes of the next",
+        how="on the speculator alone, puts the step's rows in order, calls the original, ranks candidates",
+        removal="when vLLM drafts trees",
+        where="nwor.engine.trees.speculator",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.sample_draft",
+        why="of each pass of the drafter vLLM keeps the likeliest token alone",
+        how="on the speculator alone, keeps the runners-up and their log-probabilities too",
+        removal="with the entry before",
+        where="nwor.engine.trees.speculator",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
+        ".TargetDependentARSpeculator._generate_fused_drafts",
+        why="vLLM runs a pass for each draft token, and a tree has more nodes than levels",
+        how="on the speculator alone, this, _generate_draft and _multi_step_decode run as many passes as the "
+        "tree is deep; where it grows, over a level's nodes",
+        removal="with the entries before",
+        where="nwor.engine.trees.speculator",
     ),
 )
 

@@ -34,6 +34,10 @@ def choose_worker(vllm_config: Any) -> None:
         return
     if config.tree is not None:
         check_trees(vllm_config, config)
+        # Not at the top: it looks at vLLM's own modules.
+        from nwor.engine.trees import known_sources
+
+        known_sources.check()
     parallel_config = vllm_config.parallel_config
     if parallel_config.worker_cls in WORKERS:
         parallel_config.worker_cls = WORKERS[parallel_config.worker_cls]
@@ -73,7 +77,8 @@ def apply_decoder_patch() -> None:
 def cpu_runner_patch() -> Iterator[None]:
     """Apply the second entry of the ledger within this block, and mend the class that the new one builds on.
 
-    A worker of stock vLLM that starts in the same process later gets the stock class.
+    Workers name their runner's class when they start. One of stock vLLM that starts in the same process later
+    gets the stock class.
     """
     import vllm.v1.worker.cpu_worker as cpu_worker
 

@@ -71,6 +71,8 @@ class NworScheduling(BoundedDrafts, RequestFailures):
         self._nwor_partial: set[str] = set()
         self._nwor_ending: Request | None = None
         self._nwor_logged: set[str] = set()
+        # Requests with chains beside trees that are counted already, by reason.
+        self._nwor_chains: dict[str, int] = {}
         self._nwor_introduced = False
         # With pipeline stages. Steps are numbered from 1, in the order in which they are made and their
         # results come.
@@ -187,6 +189,8 @@ class NworScheduling(BoundedDrafts, RequestFailures):
         if record.facts is not self._nwor_facts:
             self._nwor_due = self._nwor_due or record.facts != self._nwor_facts
             self._nwor_facts = record.facts
+            if record.facts.chain_requests:
+                self._nwor_take_chains(record.facts.chain_requests)
             # Graphs for requests without drafts among windows are those of `stage`.
             self._nwor_bounds.watch = (
                 self._nwor_watches
@@ -195,6 +199,14 @@ class NworScheduling(BoundedDrafts, RequestFailures):
             )
         if record.facts.earlier is not None or record.treatment.copied_bytes:
             self._nwor_take_extra(record)
+
+    def _nwor_take_chains(self, counted: Sequence[tuple[str, int]]) -> None:
+        """Count the requests with chains beside trees since the rank told of them last."""
+        known, new = self._nwor_chains, self._nwor_new.chain_requests
+        for reason, requests in counted:
+            if more := requests - known.get(reason, 0):
+                new[reason] = new.get(reason, 0) + more
+                known[reason] = requests
 
     def _nwor_thrown_away(self, record: StepRecord) -> frozenset[str]:
         thrown_away = []

@@ -39,6 +39,7 @@ class NworWorkerMixin:
         """Compile and capture; where draft tokens are chosen, measure what steps cost by their number."""
         took = super().compile_or_warm_up_model()  # type: ignore[misc]
         state = self._nwor.state
+        state.serving = True
         bounds = state.config.draft_tokens
         if bounds is not None:
             state.draft_costs_why_not = self.model_runner.nwor_why_no_costs()

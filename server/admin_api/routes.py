@@ -116,8 +116,9 @@ class Admin:
         ]
         changes = ranks[0]["changes"]
         lengths = self._draft_tokens(ranks[0])
+        tree = _counting(engines[0])["tree"]
         for rank in ranks:
-            for name in ("counts", "changes", "draft_costs", "draft_costs_why_not"):
+            for name in ("counts", "changes", "draft_costs", "draft_costs_why_not", "tree"):
                 rank.pop(name, None)
         agree = ("mode", "fault", "unsupported", "draft_tokens")
         verdicts = {json.dumps([rank[name] for name in agree]) for rank in ranks}
@@ -129,6 +130,7 @@ class Admin:
             "modes": [mode.value for mode in self._config.modes],
             "ranks_agree": len(verdicts) == 1,
             "draft_tokens": lengths,
+            "tree": tree,
             "counters": counts,
             "direct_reasons": {reason: REASONS[reason].text for reason in counts["direct_windows"]},
             "capture": {

@@ -120,7 +120,7 @@ class CacheProbe(CopyWatch, Breaking):
             sources[end - refused : end] = -1
             if slots is None or not drafts:
                 continue
-            first, path = end - drafts - 1, self._paths[slots[index]]
+            first, path = end - drafts - 1, self._paths.get(slots[index], [0])
             if len(path) != drafts + 1 - refused:
                 self._wrong(f"{refused} of {drafts} drafts are rejected, the way is {path}")
             sources[first : first + len(path)] = torch.tensor(path) + first
@@ -185,9 +185,10 @@ class CacheProbe(CopyWatch, Breaking):
             return (True,)
         if not failed:
             return (False,)
-        # A window that was staged is written in full. One that was written as the layers ran has lost
-        # nothing, however many of its rejected tokens were put back; nor has one whose commit is all done.
-        return (True,) if plan.faulty and plan.mode == "stage" else (False, True)
+        # A window that was staged is written in full, but of trees that are sampled already the accepted rows
+        # alone. One that was written as the layers ran has lost nothing, however many of its rejected tokens
+        # were put back; nor has one whose commit is all done.
+        return (True,) if plan.faulty and plan.mode == "stage" and not self._paths else (False, True)
 
     def probe_stop(self) -> dict[str, Any]:
         """Stop watching and return what was seen."""

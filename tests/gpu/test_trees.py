@@ -135,3 +135,25 @@ def test_seeded_requests_are_those_of_chains(engine: Any) -> None:
     same = sum(a == b for a, b in zip(first["tokens"], again["tokens"], strict=True))
     print(f"seeded: {same} of {PROMPTS} the same in two runs, {_accepted(first):.2f} accepted a window")
     assert same >= PROMPTS * 0.9
+
+
+def test_few_requests_have_trees_and_many_chains() -> None:
+    with demo_engine.start(
+        "graphs",
+        {"mode": "stage", "self_check_interval": 5, "tree": TREE},
+        TREE["nodes"],
+        schedule=[(1, 4, TREE["nodes"]), (5, 64, 4)],
+        max_model_len=1024,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        num_gpu_blocks_override=4096,
+        worker_extension_cls="tests.gpu.slot_probe.SlotProbe",
+    ) as llm:
+        _run(llm, "off")
+        chains, many, few = _run(llm, "off"), _run(llm, "stage"), _run(llm, "stage", batch=3)
+    for name, seen in (("many", many), ("few", few)):
+        difference, gap = near_ties.differences(seen, chains)
+        print(f"{name}: differ by {difference:.3f}, part at {gap:.3f}; accepted {_accepted(seen):.2f}")
+        assert gap <= near_ties.MOST_GAP
+        assert difference <= near_ties.MOST_DIFFERENCE
+    assert _accepted(few) > 1.3 * _accepted(many)

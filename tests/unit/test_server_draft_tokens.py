@@ -1,14 +1,16 @@
-"""``--num-speculative-tokens``: numbers, bounds, and where the engine cannot choose."""
+"""``--num-speculative-tokens`` and ``--tree-nodes``: numbers, bounds, shapes, and where they cannot be."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 import pytest
 
 from nwor.config import DEFAULT_DRAFT_TOKENS, DraftBounds, NworConfig
 from nwor.engine import plugin
+from nwor.tree_shape import TreeShape
 from server import demo, draft_tokens, options
 from server.errors import UsageError
 from server.nwor_options import add_nwor_options, resolve_nwor
@@ -34,7 +36,7 @@ def settle(*flags: str, device: str = "cuda", **vllm: Any) -> argparse.Namespace
     defaults: dict[str, Any] = {
         **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens", "uds", "api_key")),
         **{"model": "owner/default", "data_parallel_size": 1, "pipeline_parallel_size": 1, "port": 8000},
-        **{"additional_config": None, "scheduler_cls": None},
+        **{"additional_config": None, "scheduler_cls": None, "max_num_seqs": None},
     }
     for name, value in {**defaults, **vllm}.items():
         setattr(args, name, value)
@@ -153,3 +155,88 @@ def test_the_default_is_a_number_elsewhere(device: str, vllm: dict[str, Any]) ->
     args = settle(device=device, **vllm)
     assert args.speculative_config["num_speculative_tokens"] == options.DEFAULT_SPECULATIVE_TOKENS
     assert chosen(args) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "shape"),
+    [
+        (("--tree-nodes", "16"), TreeShape.of(16)),
+        (("--tree-nodes", "4"), TreeShape.of(4, 4)),
+        (("--tree-nodes", "12", "--tree-depth", "5"), TreeShape.of(12, 5)),
+        (
+            ("--tree-nodes", "32", "--tree-depth", "6", "--tree-width", "8", "--tree-kind", "comb"),
+            TreeShape.of(32, 6, 8, "comb"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_tree_has_as_many_draft_tokens_as_nodes(
+    flags: tuple[str, ...], shape: TreeShape, device: str
+) -> None:
+    args = settle(*flags, device=device)
+    assert args.speculative_config["num_speculative_tokens"] == shape.nodes
+    assert args.speculative_config["num_speculative_tokens_per_batch_size"][0][::2] == [1, shape.nodes]
+    assert "draft_sample_method" not in args.speculative_config  # drafts are sampled on CPUs otherwise
+    assert args.additional_config["nwor"]["tree"] == shape.to_mapping()
+    config = NworConfig.from_additional_config(args.additional_config)
+    assert config is not None
+    assert (config.tree, config.draft_tokens) == (shape, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "most", "by_requests"),
+    [
+        # 16 nodes are 17 rows a request: 11 requests have 187.
+        ((), None, [[1, 11, 16], [12, 48, 4], [49, 1 << 16, 2]]),
+        ((), 32, [[1, 11, 16], [12, 32, 4]]),
+        ((), 8, [[1, 8, 16]]),
+        (("--tree-requests", "2"), 8, [[1, 2, 16], [3, 8, 4]]),
+        (("--tree-depth", "3"), None, [[1, 11, 16], [12, 48, 3], [49, 1 << 16, 2]]),
+    ],
+)
+def test_few_requests_have_trees_and_more_have_chains(
+    flags: tuple[str, ...], most: int | None, by_requests: list[list[int]]
+) -> None:
+    args = settle("--tree-nodes", "16", *flags, max_num_seqs=most)
+    assert args.speculative_config["num_speculative_tokens_per_batch_size"] == by_requests
+
+
+def test_a_tree_in_additional_config_is_taken() -> None:
+    tree = {"nodes": 12, "depth": 4}
+    args = settle(additional_config={"nwor": {"tree": tree}}, device="cpu")
+    assert args.speculative_config["num_speculative_tokens"] == 12
+    assert "draft_sample_method" not in args.speculative_config
+    assert args.additional_config == {"nwor": {"tree": tree}}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--tree-nodes", "16", "--num-speculative-tokens", "4"), "both say how many tokens to draft"),
+        (("--tree-nodes", "16", "--num-speculative-tokens", "auto"), "both say how many tokens to draft"),
+        (("--tree-nodes", "16", "--draft-sampling", "sampled"), "drop --draft-sampling sampled"),
+        (("--tree-nodes", "16", "--speculative-method", "medusa"), "for EAGLE heads, and drafts are by medusa"),
+        (("--tree-nodes", "16", "--no-nwor"), "--no-nwor leaves NWOR out, --tree-nodes sets it"),
+        (("--tree-nodes", "16", "--nwor-modes", "off,cow", "--nwor-mode", "off"), "add stage to --nwor-modes"),
+        (("--tree-nodes", "8", "--tree-depth", "9"), "the depth is 1 to the number of nodes"),
+        (("--tree-nodes", "64"), "a tree of 64 nodes: 2 to 63 are possible"),
+        (("--tree-nodes", "1"), "a tree of 1 nodes: 2 to 63 are possible"),
+        (("--tree-nodes", "16", "--tree-depth", "2", "--tree-width", "2"), "make it wider or deeper"),
+        (("--tree-nodes", "16", "--tree-width", "0"), "candidates"),
+        (("--tree-depth", "4"), "--tree-depth is of a tree, and there is none: add --tree-nodes"),
+        (("--tree-width", "4"), "--tree-width is of a tree, and there is none: add --tree-nodes"),
+        (("--tree-requests", "4"), "--tree-requests is of a tree, and there is none: add --tree-nodes"),
+        (("--tree-nodes", "16", "--tree-requests", "0"), "give 1 or more"),
+        (("--tree-kind", "comb"), "--tree-kind is of a tree, and there is none: add --tree-nodes"),
+    ],
+)
+def test_trees_are_refused_where_they_cannot_be(flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        settle(*flags)
+
+
+def test_trees_beside_other_settings_of_nwor_are_refused() -> None:
+    with pytest.raises(UsageError, match="--tree-nodes and --additional-config both set NWOR"):
+        settle("--tree-nodes", "16", additional_config={"nwor": {"mode": "stage"}})
+    with pytest.raises(UsageError, match="must be an object such as"):
+        settle(additional_config={"nwor": {"tree": 16}})

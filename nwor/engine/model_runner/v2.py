@@ -72,6 +72,8 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
         self._nwor_early = takes_over_blocks(scheduler_output)
         if self.nwor.mixed is not None:
             self.nwor.mixed.chosen = None  # nobody chooses where a step has to run without graphs
+        if self._nwor_trees is not None:
+            self._nwor_trees.forget(scheduler_output.finished_req_ids)
         super().finish_requests(scheduler_output)
 
     def add_requests(self, scheduler_output: Any) -> None:

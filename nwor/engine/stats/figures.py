@@ -67,6 +67,7 @@ class EngineFigures:
         failures: exceptions that were traced to requests, by the place where they came up.
         failed_requests: requests that ended for them, by place.
         draft_steps: steps by the draft tokens that they made for each request, where those are chosen.
+        chain_requests: where windows are trees, requests whose windows had to be chains, by reason.
         drafting: what is chosen at present, and why, as plain JSON values; None where nothing is.
 
     """
@@ -86,6 +87,7 @@ class EngineFigures:
     failures: dict[str, int] = field(default_factory=dict)
     failed_requests: dict[str, int] = field(default_factory=dict)
     draft_steps: dict[int, int] = field(default_factory=dict)
+    chain_requests: dict[str, int] = field(default_factory=dict)
     drafting: dict[str, Any] | None = None
 
 

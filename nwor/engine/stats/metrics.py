@@ -20,6 +20,7 @@ from nwor.engine.eligibility import REASONS
 from nwor.engine.request_isolation.common import PLACES
 from nwor.engine.stats.figures import MISMATCHES, EngineFigures
 from nwor.engine.stats.peers import Peers
+from nwor.engine.trees.requirements import CHAIN_REASONS
 from nwor.modes import Mode
 
 _LABELS = ("model_name", "engine")
@@ -50,7 +51,8 @@ class NworStatLogger(AggregateStatLoggerBase):
         self._model = str(vllm_config.model_config.served_model_name)
         speculative = vllm_config.speculative_config
         _unregister()
-        self._create(speculative.num_speculative_tokens if speculative is not None else 1)
+        drafts = speculative.num_speculative_tokens if speculative is not None else 1
+        self._create(drafts if config.tree is None else config.tree.depth)
         for engine in engine_indexes:
             # Another process may have served for a while already.
             # No step will ever say what becomes of the mode where none verifies.
@@ -60,8 +62,13 @@ class NworStatLogger(AggregateStatLoggerBase):
             if config.draft_tokens is not None:
                 for drafts in range(config.draft_tokens.most + 1):
                     self._draft_steps.labels(self._model, str(engine), str(drafts))
+            if config.tree is not None and speculative is not None:
+                self._tree_nodes.labels(self._model, str(engine)).set(config.tree.nodes)
+                self._tree_depth.labels(self._model, str(engine)).set(config.tree.depth)
+                for reason in CHAIN_REASONS:
+                    self._chain_requests.labels(self._model, str(engine), reason)
 
-    def _create(self, drafts: int) -> None:
+    def _create(self, most_accepted: int) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"nwor_{name}", text, (*_LABELS, *labels))
 
@@ -81,10 +88,13 @@ class NworStatLogger(AggregateStatLoggerBase):
             "nwor_window_accepted_tokens",
             "Accepted draft tokens of a window.",
             _LABELS,
-            buckets=[float(count) for count in range(drafts + 1)],
+            buckets=[float(count) for count in range(most_accepted + 1)],
         )
         self._draft_steps = counter(
             "draft_steps", "Steps, by the draft tokens chosen for each request.", "draft_tokens"
+        )
+        self._chain_requests = counter(
+            "chain_requests", "Requests whose windows had to be chains beside trees.", "reason"
         )
         # One front end hears of a step: the latest value counts, whoever has it. Which mode is the latest,
         # the processes settle among themselves.
@@ -98,7 +108,14 @@ class NworStatLogger(AggregateStatLoggerBase):
             multiprocess_mode="mostrecent",
         )
 
-        self._chosen, self._estimate, self._without, self._auto = (
+        (
+            self._chosen,
+            self._estimate,
+            self._without,
+            self._auto,
+            self._tree_nodes,
+            self._tree_depth,
+        ) = (
             Gauge(f"nwor_{name}", text, (*_LABELS, *more), multiprocess_mode="mostrecent")
             for name, text, more in (
                 ("draft_tokens_chosen", "Draft tokens for each request of a step, as chosen last.", ()),
@@ -109,6 +126,8 @@ class NworStatLogger(AggregateStatLoggerBase):
                 ),
                 ("seconds_without_drafts", "Seconds since a step last made drafts; 0 while steps do.", ()),
                 ("draft_tokens_auto", "1 while the engine chooses the number of draft tokens.", ()),
+                ("tree_nodes", "Draft tokens of a window that is a tree.", ()),
+                ("tree_depth", "Most draft tokens of such a window that can be accepted.", ()),
             )
         )
 
@@ -152,6 +171,8 @@ class NworStatLogger(AggregateStatLoggerBase):
             self._failed.labels(*labels, place).inc(times)
         for drafts, steps in new.draft_steps.items():
             self._child(self._draft_steps, *labels, str(drafts)).inc(steps)
+        for reason, requests in new.chain_requests.items():
+            self._child(self._chain_requests, *labels, reason).inc(requests)
         if new.drafting is not None:
             self._show_drafting(new.drafting, engine_idx)
         self._child(self._commits, *labels).inc(new.commits)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nwor.config import NworConfig
 from nwor.engine.attention.target_layers import draft_layers
+from nwor.engine.trees import known_sources
 from nwor.engine.trees.requirements import check_engine, needs_chain
 from nwor.engine.trees.sampler import TreeSampler
 from nwor.engine.trees.speculator import TreeDrafts
@@ -30,13 +31,15 @@ class TreeDecoding:
 
     Attributes:
         tables: likewise.
-        chains: requests so far whose windows had to be chains, by reason.
+        chains: requests so far whose windows had to be chains, by reason; those of vLLM's warm-up are none.
 
     """
 
     def __init__(self, runner: Any, tables: TreeTables) -> None:
         self.tables = tables
         self.chains: dict[str, int] = {}
+        # Those that have not ended: vLLM adds a request anew after it was preempted.
+        self._linear: set[str] = set()
         self._windows: WindowManager | None = None
         self._custom = bool(runner.model_config.logits_processors)
         self._batch: Any = None
@@ -55,6 +58,7 @@ class TreeDecoding:
         if config is None or config.tree is None:
             return None
         check_engine(runner.vllm_config, config)
+        known_sources.check()
         shape = config.tree
         tables = TreeTables(shape, runner.max_num_reqs, runner.max_num_tokens, runner.device)
         logger.info(
@@ -69,6 +73,7 @@ class TreeDecoding:
     def attach(self, windows: WindowManager, runner: Any) -> None:
         """Let a rank's windows be trees, once its layers are bound and before graphs are captured."""
         self._windows = windows
+        windows.state.chain_requests = self.chains
         windows.use_trees(self.tables)
         if self._drafts.growth is not None:
             self._drafts.growth.attach(draft_layers(runner), runner.nwor_cache_views)
@@ -85,7 +90,21 @@ class TreeDecoding:
             reason = needs_chain(request.sampling_params, self._custom)
             self.tables.set_linear(slots[request.req_id], reason is not None)
             if reason is not None:
-                self.chains[reason] = self.chains.get(reason, 0) + 1
+                self._count(request.req_id, reason)
+
+    def _count(self, request_id: str, reason: str) -> None:
+        windows = self._windows
+        if windows is None or not windows.state.serving or request_id in self._linear:
+            return
+        self._linear.add(request_id)
+        if reason not in self.chains:
+            logger.info("Requests with %s have chains: vLLM's kernels for them know no trees", reason)
+        self.chains[reason] = self.chains.get(reason, 0) + 1
+        windows.state.forget_facts()
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Let go of requests that have ended."""
+        self._linear.difference_update(request_ids)
 
     def place(self, batch: Any) -> None:
         """Prepare a step's rows, once its slots are computed and before the first layer runs."""

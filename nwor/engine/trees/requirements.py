@@ -11,6 +11,15 @@ from nwor.tree_shape import TreeKind
 #: Draft methods whose passes leave runners-up that a comb can be made of.
 METHODS = ("eagle", "eagle3")
 
+#: What of a request needs vLLM's own kernels, which know a window as a chain.
+CHAIN_REASONS = (
+    "penalties",
+    "bad_words",
+    "structured_outputs",
+    "thinking_token_budget",
+    "logits_processors",
+)
+
 
 def check_engine(vllm_config: Any, config: Any) -> None:
     """Refuse an engine that cannot have trees.
@@ -85,7 +94,7 @@ def why_not(vllm_config: Any, config: Any) -> str | None:
 
 
 def needs_chain(params: Any, custom_processors: bool) -> str | None:
-    """Return why a request's windows have to be chains; None where they may be trees.
+    """Return why a request's windows have to be chains, one of :data:`CHAIN_REASONS`; None where they need not.
 
     Args:
         params: vLLM's ``SamplingParams``.
