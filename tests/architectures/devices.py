@@ -177,7 +177,9 @@ def _named(error: str) -> str | None:
 
 #: Parts of vLLM that may not be installed, and what an error says without them.
 OPTIONAL: Mapping[str, str] = {
-    "vllm.vllm_flash_attn._vllm_fa2_C": r"Unsupported FA version: None|_vllm_fa2_C|FA2 is unavailable",
+    "vllm.vllm_flash_attn._vllm_fa2_C": (
+        r"Unsupported FA version: None|_vllm_fa2_C|FA2 is unavailable|FlashAttention version not detected"
+    ),
     "vllm._moe_C_stable_libtorch": r"'_moe_C' object has no attribute",
     "vllm._flashmla_C": r"_flashmla_C",
     "vllm.third_party.deep_gemm": r"deep_gemm|DeepGEMM",

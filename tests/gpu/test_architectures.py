@@ -86,10 +86,11 @@ def check(case: Case, record: dict[str, Any]) -> None:
 
 def check_outputs(case: Case, record: dict[str, Any]) -> None:
     """Check that outputs of all modes, and of plain vLLM, are near those of `off`."""
-    rough = "kv_cache_dtype" in case.engine or any(case.config.get(name) for name in EXPERTS)
+    # Rounding to 3 bits, and rounding that gives a token to another expert; both at once go twice as far.
+    rough = ("kv_cache_dtype" in case.engine) + any(case.config.get(name) for name in EXPERTS)
     for mode, kinds in record["rounding"].items():
         far = sum(kind["far"] for kind in kinds.values())
-        assert far <= (SOME if rough else FEW) * record["outputs"], f"{mode}: {kinds}"
+        assert far <= (SOME * rough if rough else FEW) * record["outputs"], f"{mode}: {kinds}"
 
 
 def check_counts(case: Case, record: dict[str, Any]) -> None:

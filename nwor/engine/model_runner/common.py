@@ -88,7 +88,8 @@ class NworRunner(Base):
 
     def _nwor_drop(self) -> None:
         self._nwor_finished = None
-        self.nwor.drop()
+        if hasattr(self, "nwor"):  # not in the profiling run before the cache is there
+            self.nwor.drop()
 
     def _nwor_sampled(self, output: Any, result: Any) -> Sequence[int] | npt.NDArray[Any]:
         """Return the tokens that a step gave each of its requests, in the order of its batch.
