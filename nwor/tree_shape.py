@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from math import isqrt
 from typing import Any
 
 from nwor.errors import ConfigError
@@ -112,7 +113,10 @@ class TreeShape:
             elif depth > 1:
                 # As many as may be expanded, up to twice the usual for large trees.
                 width = max(width if nodes <= 24 else 2 * width, -(-nodes // depth))
-                width = max(1, min(width, (MOST_NODES + 1) // (depth - 1)))
+                passes = depth - 1
+                # The widest of which all candidates compete: width + passes * width ** 2 of them.
+                widest = (isqrt(1 + 4 * passes * MOST_CANDIDATES) - 1) // (2 * passes)
+                width = max(1, min(width, widest, (MOST_NODES + 1) // passes))
             else:
                 width = max(width, nodes)
         return cls(nodes, depth, width, chosen)

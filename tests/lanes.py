@@ -32,6 +32,7 @@ LONGEST = (
     f"{AGAIN}[modes]",
     f"{AGAIN}[faults]",
     f"{AGAIN}[features]",
+    f"{AGAIN}[trees]",
     f"{AGAIN}[processes]",
     "test_runner_v1_ahead",
     "test_random_requests",

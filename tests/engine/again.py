@@ -10,16 +10,23 @@ from tests.engine.runner import VARIABLE
 from tests.server_process import ROOT
 
 
+def path_of(name: str) -> str:
+    """Return where a file is, given its name as :func:`run_again` takes it."""
+    folder, _, own = name.rpartition("/")
+    return f"tests/{folder or 'engine'}/test_{own}.py"
+
+
 def run_again(files: str, runner: str, program: str) -> None:
-    """Run files of this folder in one process; in each some tests must pass and none may fail.
+    """Run files in one process; in each some tests must pass and none may fail.
 
     Args:
-        files: their names, without "test_" and ".py", separated by blanks.
+        files: their names, without "test_" and ".py", separated by blanks; of other folders than this one
+            with the folder in front, as in "unit/tree_kernels".
         runner: the model runner, as ``NWOR_TEST_RUNNER`` names it.
         program: the module that runs tests.
 
     """
-    paths = [f"tests/engine/test_{name}.py" for name in files.split()]
+    paths = [path_of(name) for name in files.split()]
     run = subprocess.run(
         [sys.executable, "-m", program, "-q", "-rA", "-p", "no:cacheprovider", "--durations=8", *paths],
         # Its lane's processors are this one's already.

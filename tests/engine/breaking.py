@@ -77,6 +77,9 @@ class Breaking:
             "log": (group_ops, "log", 1),
             "restore": (group_ops, "restore", 1),
         }
+        trees = getattr(self.model_runner, "_nwor_trees", None)
+        if trees is not None:
+            parts["place"] = (trees.tables, "place", 1)
         return parts[part]
 
     def was_broken(self) -> str:

@@ -95,7 +95,8 @@ class CacheProbe(CopyWatch, Breaking):
                     tuple(tables._depths[slot, : drafts + 1].tolist()),
                     tuple(tables._masks[slot, : drafts + 1].tolist()),
                 )
-                path = trees.walk(tree, wanted) if attended or chain else [0]
+                # No more is taken in than a tree is deep, also of a longer chain.
+                path = trees.walk(tree, wanted)[: tables.shape.depth + 1] if attended or chain else [0]
                 self._paths[slot] = path
                 if sampled[index, : int(counts[index])].tolist() != [wanted[row] for row in path]:
                     self._wrong(f"the walk through {wanted} does not go by {path}")

@@ -28,6 +28,7 @@ class Contexts:
         compared: how many tokens were looked up in another engine's contexts.
         largest: the largest difference from there.
         wrong: what differed by more than rounding, or was not there.
+        drafts: the first draft token of each window, by all tokens before it.
 
     """
 
@@ -35,6 +36,7 @@ class Contexts:
     compared: int = 0
     largest: float = 0.0
     wrong: list[str] = field(default_factory=list)
+    drafts: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 def runner_of(llm: Any) -> Any:
@@ -67,6 +69,11 @@ def read(llm: Any, wanted: Contexts | None = None, tolerance: float = 0.0) -> It
                 contexts.longest[batch.req_ids[row]] = tokens, found
                 if wanted is not None:
                     _compare(contexts, wanted, tokens, found, tolerance)
+            drafts = batch.num_draft_tokens_per_req
+            if drafts is not None and drafts[row]:
+                start, end = batch.query_start_loc[row : row + 2].tolist()
+                *certain, first = batch.input_ids[start : end - int(drafts[row]) + 1].tolist()
+                contexts.drafts[*tokens, *certain] = first
         return result
 
     with mock.patch.object(runner, "prepare_attn", prepared):

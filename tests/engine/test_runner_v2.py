@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.again import run_again
+from tests.engine.again import path_of, run_again
 from tests.engine.runner import V2
+from tests.server_process import ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(V2, reason="runs only beside V1")]
 
@@ -21,6 +22,7 @@ FILES = {
     "modes": "exactness_cpu switches_cpu mixed_steps_cpu",
     "faults": "faults_cpu isolation_cpu greedy_rejection_cpu",
     "features": "features_cpu",
+    "trees": "unit/tree_kernels unit/tree_sampling trees_cpu",
     "processes": "pipeline_parallel tensor_parallel_cpu",
 }
 
@@ -38,10 +40,14 @@ def test_on_model_runner_v2(name: str) -> None:
 
 
 def test_each_file_runs_here_once() -> None:
-    runs = [f"test_{name}.py" for files in FILES.values() for name in files.split()]
-    folder = Path(__file__).parent
+    runs = [path_of(name) for files in FILES.values() for name in files.split()]
     named = {
-        path.name for path in folder.glob("test_*.py") if re.search(r"\bV2\b|INHERITED", path.read_text())
+        str(path.relative_to(ROOT))
+        for folder in ("engine", "unit")
+        for path in (ROOT / "tests" / folder).glob("test_*.py")
+        # Files of units import the name where they need the interpreter.
+        if re.search(r"\bV2\b|INHERITED" if folder == "engine" else r"import.*\bV2\b", path.read_text())
     }
+    others = {Path(__file__).name, *BY_HAND}
     assert len(runs) == len(set(runs))
-    assert set(runs) == named - {Path(__file__).name} - BY_HAND
+    assert set(runs) == named - {f"tests/engine/{name}" for name in others}

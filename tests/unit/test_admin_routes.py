@@ -227,6 +227,22 @@ def test_report_shows_ranks_that_disagree() -> None:
     assert "no memory" in report["ranks"][1]["fault"]
 
 
+def test_report_tells_of_trees_and_of_requests_without() -> None:
+    assert call(Engine(SETTINGS), "GET").json()["tree"] is None
+    engine = Engine({**SETTINGS, "tree": {"nodes": 16, "depth": 5, "width": 4}})
+    counting = next(state for state in engine.ranks if state.last_stage)
+    before = counting.facts
+    counting.chain_requests["penalties"] = 2
+    counting.forget_facts()
+    assert (before.chain_requests, counting.facts.chain_requests) == ((), (("penalties", 2),))
+    report = call(engine, "GET").json()
+    assert report["tree"] == {
+        **{"nodes": 16, "depth": 5, "width": 4, "kind": "grown"},
+        "chain_requests": {"penalties": 2},
+    }
+    assert not any("tree" in rank for rank in report["ranks"])
+
+
 def test_reset_starts_the_counters_anew() -> None:
     engine = Engine(SETTINGS)
     for state in engine.ranks:

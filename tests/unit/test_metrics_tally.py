@@ -16,6 +16,7 @@ from nwor.counts.records import Tally, summarize
 from nwor.engine.stats import figures
 from nwor.engine.stats.metrics import NworStatLogger
 from nwor.engine.stats.peers import Peers
+from nwor.engine.trees.requirements import CHAIN_REASONS
 from nwor.modes import Mode
 from server.api.nwor_metrics import describe
 
@@ -79,6 +80,7 @@ def test_figures_survive_the_way_to_the_front_end():
     request.nwor_steps_without_drafts = 7
     engine = figures.EngineFigures(kinds={("cow", "", 4, 0): 2}, mode="cow", mismatches={"request": 1})
     engine.draft_steps, engine.drafting = {4: 10, 0: 1}, DRAFTING
+    engine.chain_requests = {"penalties": 2}
     sent = EngineCoreOutputs(
         outputs=[EngineCoreOutput("a", [1], spec_decode_metrics=request)],
         scheduler_stats=figures.EngineStats(num_running_reqs=3, nwor=engine),
@@ -253,6 +255,33 @@ def test_metrics_show_what_is_drafted():
     (told,) = logger.drafting()
     assert told.pop("seconds_ago") >= 0
     assert told == {"engine": 0, **off}
+
+
+def test_metrics_show_a_tree_and_requests_without():
+    from types import SimpleNamespace
+
+    config = SimpleNamespace(
+        additional_config={"nwor": {"tree": {"nodes": 16, "depth": 6}}},
+        model_config=SimpleNamespace(served_model_name="tiny"),
+        speculative_config=SimpleNamespace(num_speculative_tokens=16),
+    )
+    logger = NworStatLogger(config, [0])
+    assert (sample("nwor_tree_nodes"), sample("nwor_tree_depth")) == (16, 6)
+    assert [sample("nwor_chain_requests_total", reason=reason) for reason in CHAIN_REASONS] == [0] * 5
+    for new in ({"penalties": 2}, {"penalties": 1, "bad_words": 1}):
+        figure = figures.EngineFigures(kinds={("stage", "", 16, 3): 2}, chain_requests=new)
+        logger.record(figures.EngineStats(nwor=figure), None)
+    assert sample("nwor_chain_requests_total", reason="penalties") == 3
+    assert sample("nwor_chain_requests_total", reason="bad_words") == 1
+    # No window accepts more tokens than the tree is deep.
+    assert sample("nwor_window_accepted_tokens_bucket", le="6.0") == 4
+    assert sample("nwor_window_accepted_tokens_bucket", le="7.0") is None
+
+
+def test_an_engine_without_trees_shows_none():
+    make_logger()
+    assert sample("nwor_tree_nodes") is None
+    assert sample("nwor_chain_requests_total", reason="penalties") is None
 
 
 def test_an_engine_with_a_fixed_number_shows_no_choice():

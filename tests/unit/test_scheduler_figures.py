@@ -425,3 +425,18 @@ def test_requests_with_stop_strings_report_in_each_step() -> None:
     assert outputs["b"].spec_decode_metrics.histogram == [0, 1, 1, 0, 0]
     engine.step({"a": 1, "b": 3}, ends=["a"])
     assert (engine.total("aborted_windows"), engine.total("late_windows")) == (2, 1)
+
+
+def test_requests_with_chains_beside_trees_are_counted_once() -> None:
+    """Each record says how many there were so far."""
+    engine = Engine()
+    engine.add("a")
+    for so_far in ((), (("penalties", 1),), (("penalties", 1),), (("penalties", 3), ("bad_words", 1))):
+        engine.facts = FACTS._replace(chain_requests=so_far)
+        engine.step({"a": 1})
+    engine.step({"a": 1}, seconds=2 * EVERY)
+    total: dict[str, int] = {}
+    for sent in engine.sent:
+        for reason, requests in sent.chain_requests.items():
+            total[reason] = total.get(reason, 0) + requests
+    assert total == {"penalties": 3, "bad_words": 1}

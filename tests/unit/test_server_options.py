@@ -53,6 +53,7 @@ def parse(*flags: str, **vllm: Any) -> argparse.Namespace:
         "enforce_eager": False,
         "per_request_spec_decode_metrics": "summary",
         "no_nwor": False,
+        **dict.fromkeys(("tree_nodes", "tree_depth", "tree_width", "tree_kind", "tree_requests")),
         "additional_config": None,
         "dtype": "auto",
     }

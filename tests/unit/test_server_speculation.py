@@ -163,6 +163,7 @@ def configured(model: str, draft: str | None, method: str | None) -> dict[str, A
         draft_sampling=None,
         num_speculative_tokens=None,
         additional_config=None,
+        **dict.fromkeys(("tree_nodes", "tree_depth", "tree_width", "tree_kind", "tree_requests")),
     )
     use_draft(args, default=4, device_type="cpu")
     settings: dict[str, Any] = args.speculative_config

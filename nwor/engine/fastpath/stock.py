@@ -15,6 +15,8 @@ from hashlib import sha256
 from types import FunctionType
 from typing import Any
 
+from torch.utils import _contextlib
+
 #: What a copy stands for. By module and path in it: the digests of the source, one for each release in
 #: :data:`nwor.engine.plugin.TESTED` from the first on. One that is left out is that before it; None says that
 #: the module or class has no such member of its own.
@@ -31,9 +33,14 @@ def replaced_in(owner: type) -> str | None:
 
 
 def is_of(function: Any, module: str) -> bool:
-    """Return whether a function or class was written in a module; one that wraps it only says so."""
+    """Return whether a function or class was written in a module; one that wraps it only says so.
+
+    What torch wraps as its decorators do, such as ``inference_mode``, is where it was written.
+    """
     if isinstance(function, type):
         return function.__module__ == module
+    while function.__code__.co_filename == _contextlib.__file__ and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
     return bool(function.__code__.co_filename == sys.modules[module].__file__)
 
 

@@ -13,7 +13,7 @@ from nwor.engine.pipeline_parallel.freed import freed_by
 from nwor.engine.request_isolation.common import send_failures
 from nwor.engine.request_isolation.v2 import IsolatingRunnerV2
 from nwor.engine.stats.step_messages import in_flight_of
-from nwor.engine.step_plan import takes_over_blocks
+from nwor.engine.step_plan import StepPlan, takes_over_blocks
 from nwor.engine.trees.decoding import TreeDecoding
 
 if TYPE_CHECKING:
@@ -82,6 +82,11 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
         if self._nwor_trees is not None:
             self._nwor_trees.add(scheduler_output.scheduled_new_reqs, self.req_states.req_id_to_index)
 
+    def _nwor_drafted_nothing(self, batch: InputBatch) -> None:
+        """Let the zeros that stand for draft tokens be chains: of a request's first there is no tree yet."""
+        if self._nwor_trees is not None:
+            self._nwor_trees.tables.build_chains(batch.idx_mapping)
+
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Prepare the step's block tables and slots, then open its window batch."""
         prepared = super().prepare_attn(input_batch)
@@ -104,9 +109,18 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
                 None if mixed is None or mixed.chosen is None else mixed.copies(mixed.chosen),
             )
         if self._nwor_trees is not None:
-            self._nwor_trees.place(input_batch)
+            self._nwor_place(self._nwor_trees, input_batch, plan)
         rank.begin(plan, input_batch.query_start_loc, prepared[1])
         return prepared
+
+    def _nwor_place(self, trees: TreeDecoding, batch: InputBatch, plan: StepPlan | None) -> None:
+        """Give rows what their trees say; after an error the step is direct, and takes in no node."""
+        try:
+            trees.place(batch)
+        except Exception as error:
+            self.nwor.state.fail("place", error)
+            if plan is not None and plan.num_requests:
+                plan.go_direct("fault")
 
     def postprocess_sampled(
         self,

@@ -61,11 +61,15 @@ class IsolatingRunnerV2(Isolating, Base):
                 if speculator.draft_logits is not None or not self._nwor_can_isolate(error):
                     raise
                 self._nwor_tell("drafting", error, {})
+                self._nwor_drafted_nothing(input_batch)
                 return torch.zeros(
                     input_batch.num_reqs, self.num_speculative_steps, dtype=torch.int64, device=self.device
                 )
 
         return isolated
+
+    def _nwor_drafted_nothing(self, batch: InputBatch) -> None:
+        """Take in that the drafter has failed, and that what stands for its tokens are zeros."""
 
     def _nwor_prompts(self, worker: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
         def isolated(logits_fn: Any, hidden_states: Any, batch: InputBatch, *args: Any) -> Any:

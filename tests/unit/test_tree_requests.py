@@ -1,0 +1,117 @@
+"""Requests that have chains beside trees: each counted once, by reason; and the code that trees stand for."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from nwor.config import NworConfig
+from nwor.engine import patches, plugin
+from nwor.engine.fastpath import stock
+from nwor.engine.plugin import TESTED, vllm_version
+from nwor.engine.trees import decoding, known_sources
+from nwor.engine.trees.decoding import TreeDecoding
+from nwor.engine.trees.requirements import CHAIN_REASONS, needs_chain
+from nwor.errors import ConfigError
+from nwor.modes import Mode
+from nwor.worker_state import WorkerState
+
+#: By reason, what is asked for.
+ASKED: dict[str, Any] = {
+    "penalties": [{"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}],
+    "bad_words": [{"bad_words": ["no"]}],
+    "structured_outputs": [{"structured_outputs": StructuredOutputsParams(regex="a+")}],
+    "thinking_token_budget": [{"thinking_token_budget": 8}],
+}
+
+
+@pytest.mark.parametrize("reason", ASKED)
+def test_what_vllms_kernels_know_as_chains_alone(reason: str) -> None:
+    assert reason in CHAIN_REASONS
+    for asked in ASKED[reason]:
+        assert needs_chain(SamplingParams(**asked), custom_processors=False) == reason
+
+
+def test_the_others_have_trees() -> None:
+    assert needs_chain(None, custom_processors=False) is None
+    plain = SamplingParams(temperature=0.7, top_p=0.9, top_k=20, seed=3, logprobs=2, stop=["."], min_tokens=2)
+    assert needs_chain(plain, custom_processors=False) is None
+    assert needs_chain(plain, custom_processors=True) == "logits_processors"
+    assert {*ASKED, "logits_processors"} == set(CHAIN_REASONS)
+
+
+class _Tables:
+    def __init__(self) -> None:
+        self.linear: dict[int, bool] = {}
+
+    def set_linear(self, slot: int, linear: bool) -> None:
+        self.linear[slot] = linear
+
+
+@pytest.fixture
+def trees(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Trees of a rank whose sampler, drafter and layers are stand-ins."""
+    monkeypatch.setattr(decoding, "TreeSampler", lambda *args: None)
+    monkeypatch.setattr(decoding, "TreeDrafts", lambda *args: SimpleNamespace(growth=None))
+    runner = SimpleNamespace(
+        model_config=SimpleNamespace(logits_processors=None), rejection_sampler=None, speculator=None
+    )
+    config = NworConfig.from_mapping({"tree": {"nodes": 8, "depth": 4}})
+    made = TreeDecoding(runner, _Tables())  # type: ignore[arg-type]
+    state = WorkerState(config, Mode.STAGE)
+    made.attach(SimpleNamespace(state=state, use_trees=lambda tables: None), runner)  # type: ignore[arg-type]
+    return SimpleNamespace(made=made, state=state)
+
+
+def _add(trees: Any, name: str, slot: int, **asked: Any) -> None:
+    trees.made.add([SimpleNamespace(req_id=name, sampling_params=SamplingParams(**asked))], {name: slot})
+
+
+def test_each_request_is_counted_once_and_each_reason_logged_once(
+    trees: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    facts = trees.state.facts
+    with caplog.at_level(logging.INFO, decoding.logger.name):
+        _add(trees, "warm-up", 0, presence_penalty=0.5)
+        assert trees.made.tables.linear == {0: True}
+        trees.state.serving = True
+        assert trees.state.facts is facts
+        _add(trees, "a", 0, presence_penalty=0.5)
+        _add(trees, "b", 1)
+        _add(trees, "c", 2, bad_words=["no"])
+        _add(trees, "a", 3, presence_penalty=0.5)  # preempted, and back in another slot
+    assert trees.made.tables.linear == {0: True, 1: False, 2: True, 3: True}
+    assert trees.state.report()["tree"]["chain_requests"] == {"penalties": 1, "bad_words": 1}
+    assert trees.state.facts.chain_requests == (("penalties", 1), ("bad_words", 1))
+    trees.made.forget({"a", "b"})
+    with caplog.at_level(logging.INFO, decoding.logger.name):
+        _add(trees, "a", 0, presence_penalty=0.5)
+    assert trees.made.chains == {"penalties": 2, "bad_words": 1}
+    told = [record.getMessage() for record in caplog.records]
+    assert [next(reason for reason in CHAIN_REASONS if reason in words) for words in told] == [
+        "penalties",
+        "bad_words",
+    ]
+
+
+@pytest.mark.skipif(plugin.tested(vllm_version() or "") is None, reason="another vLLM")
+def test_a_known_release_has_what_trees_stand_for() -> None:
+    known_sources.check()
+    assert max(map(len, known_sources.SOURCES.values())) <= len(TESTED)
+
+
+@pytest.mark.parametrize("place", known_sources.SOURCES, ids=lambda place: place[1])
+def test_other_code_of_vllms_ends_the_start(place: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = stock.found_digest
+    monkeypatch.setattr(
+        stock, "found_digest", lambda *asked: "another" if asked == place else found(*asked)
+    )
+    config = SimpleNamespace(additional_config={"nwor": {"tree": {"nodes": 8}}})
+    monkeypatch.setattr(patches, "check_trees", lambda *args: None)
+    with pytest.raises(ConfigError, match=f"stand for, {place[1]} is not the known one"):
+        patches.choose_worker(config)

@@ -1,0 +1,181 @@
+"""Claim: an engine that cannot have trees is refused with the reason; requests that need chains are known.
+
+Coverage: each reason by itself, on configurations that are as they must be otherwise; both checks of an
+engine; each parameter of a request.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from nwor.config import NworConfig
+from nwor.engine.patches import choose_worker
+from nwor.engine.trees.requirements import CHAIN_REASONS, check_engine, needs_chain, why_not
+from nwor.errors import ConfigError
+
+TREE = {"nodes": 16, "depth": 6, "width": 4}
+
+
+def _engine(tree: dict[str, Any] | None = None, **nwor: Any) -> Any:
+    """Return a configuration that can have trees, in the shape of vLLM's."""
+    return SimpleNamespace(
+        use_v2_model_runner=True,
+        speculative_config=SimpleNamespace(
+            method="eagle3",
+            num_speculative_tokens=16,
+            num_speculative_tokens_per_batch_size=None,
+            parallel_drafting=False,
+            draft_sample_method="greedy",
+            rejection_sample_method="standard",
+            enable_adaptive_verification=False,
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            worker_cls="vllm.v1.worker.gpu_worker.Worker",
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=2048, scheduler_cls=None),
+        model_config=SimpleNamespace(uses_mrope=False, uses_xdrope_dim=0, return_sampling_mask=False),
+        watermark_config=None,
+        additional_config={"nwor": {"tree": tree or TREE, **nwor}},
+    )
+
+
+def _config(engine: Any) -> NworConfig:
+    config = NworConfig.from_additional_config(engine.additional_config)
+    assert config is not None
+    return config
+
+
+def _set(engine: Any, path: str, value: Any) -> None:
+    *owners, name = path.split(".")
+    for owner in owners:
+        engine = getattr(engine, owner)
+    setattr(engine, name, value)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("rejection", ["standard", "synthetic"])
+@pytest.mark.parametrize("kind", ["grown", "comb"])
+def test_an_engine_that_can_have_trees(method: str, rejection: str, kind: str) -> None:
+    engine = _engine({**TREE, "kind": kind})
+    engine.speculative_config.method = method
+    engine.speculative_config.rejection_sample_method = rejection
+    assert why_not(engine, _config(engine)) is None
+    check_engine(engine, _config(engine))
+
+
+def test_fields_that_a_version_of_vllm_lacks_refuse_nothing() -> None:
+    engine = _engine()
+    for name in ("parallel_drafting", "draft_sample_method", "enable_adaptive_verification"):
+        delattr(engine.speculative_config, name)
+    for name in ("uses_xdrope_dim", "return_sampling_mask"):
+        delattr(engine.model_config, name)
+    del engine.watermark_config
+    assert why_not(engine, _config(engine)) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("speculative_config", None, "without speculative decoding"),
+        ("use_v2_model_runner", False, "model runner V2"),
+        ("speculative_config.method", "mtp", "the drafter is 'mtp', and they are for eagle and eagle3"),
+        ("speculative_config.method", "ngram", "the drafter is 'ngram'"),
+        (
+            "speculative_config.num_speculative_tokens",
+            4,
+            "num_speculative_tokens is 4, and a tree",
+        ),
+        ("speculative_config.parallel_drafting", True, "all tokens in one pass"),
+        ("speculative_config.draft_sample_method", "probabilistic", "drafts are sampled"),
+        ("speculative_config.rejection_sample_method", "block", "rejection_sample_method is 'block'"),
+        ("speculative_config.enable_adaptive_verification", True, "adaptive verification"),
+        (
+            "speculative_config.num_speculative_tokens_per_batch_size",
+            [(1, 4, 16), (5, 64, 7)],
+            r"chains of 7 draft tokens .* longer than the tree is deep \(6\)",
+        ),
+        ("parallel_config.tensor_parallel_size", 2, "tensor parallelism"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline stages"),
+        ("parallel_config.data_parallel_size", 2, "data parallelism"),
+        ("scheduler_config.max_num_seqs", 513, r"2052 rows \(513 requests\)"),
+        ("model_config.uses_mrope", True, "M-RoPE"),
+        ("model_config.uses_xdrope_dim", 3, "M-RoPE"),
+        ("model_config.return_sampling_mask", True, "sampling masks"),
+        ("watermark_config", object(), "watermarked"),
+    ],
+)
+def test_an_engine_that_cannot_is_refused(path: str, value: Any, reason: str) -> None:
+    engine = _engine()
+    _set(engine, path, value)
+    whole = f"trees of draft tokens are not possible here: .*{reason}"
+    with pytest.raises(ConfigError, match=whole):
+        check_engine(engine, _config(engine))
+    # An engine asks while its configuration is made, before anything of it is started.
+    with pytest.raises(ConfigError, match=whole):
+        choose_worker(engine)
+    assert engine.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
+
+
+@pytest.mark.parametrize(
+    ("nwor", "reason"),
+    [
+        ({"draft_tokens": "auto"}, "chosen step by step"),
+        ({"mode": "off", "modes": ["off", "cow"]}, "mode 'stage' is not enabled"),
+    ],
+)
+def test_settings_of_nwor_that_have_no_trees(nwor: dict[str, Any], reason: str) -> None:
+    engine = _engine(**nwor)
+    with pytest.raises(ConfigError, match=reason):
+        check_engine(engine, _config(engine))
+
+
+def test_shorter_chains_for_larger_batches_are_possible() -> None:
+    engine = _engine()
+    engine.speculative_config.num_speculative_tokens_per_batch_size = [(1, 4, 16), (5, 16, 6), (17, 64, 2)]
+    assert why_not(engine, _config(engine)) is None
+
+
+def test_the_passes_of_a_comb_are_as_narrow_as_chains() -> None:
+    for kind, possible in (("comb", True), ("grown", False)):
+        engine = _engine({**TREE, "kind": kind})
+        engine.scheduler_config.max_num_seqs = 2048
+        assert (why_not(engine, _config(engine)) is None) == possible
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({}, None),
+        ({"temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 1, "logprobs": 5, "n": 3}, None),
+        ({"min_tokens": 4, "stop_token_ids": [3], "allowed_token_ids": [1, 2]}, None),
+        ({"presence_penalty": 0.1}, "penalties"),
+        ({"frequency_penalty": -0.1}, "penalties"),
+        ({"repetition_penalty": 1.1}, "penalties"),
+        ({"bad_words": ["no"]}, "bad_words"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget"),
+    ],
+)
+def test_requests_that_need_chains(params: dict[str, Any], reason: str | None) -> None:
+    from vllm import SamplingParams
+
+    assert needs_chain(SamplingParams(**params), False) == reason
+    assert reason is None or reason in CHAIN_REASONS
+    # Processors of the user's own see a window as vLLM passes it.
+    assert needs_chain(SamplingParams(**params), True) == (reason or "logits_processors")
+
+
+def test_structured_outputs_need_chains_and_pooling_none() -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[a-z]"))
+    assert needs_chain(params, False) == "structured_outputs"
+    assert needs_chain(None, True) is None
