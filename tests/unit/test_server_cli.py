@@ -58,10 +58,16 @@ def test_our_flags_stand_in_a_group_of_their_own() -> None:
         (["--demo", "--no-such-thing"], "unknown flag --no-such-thing"),
         (["--demo", "--port", "abc"], "--port"),
         (["--demo", "one", "two"], "unexpected argument"),
-        (["--demo", "--tree-nodes", "16", "--num-speculative-tokens", "4"], "both say how many tokens to draft"),
+        (
+            ["--demo", "--tree-nodes", "16", "--num-speculative-tokens", "4"],
+            "both say how many tokens to draft",
+        ),
         (["--demo", "--tree-nodes", "8", "--tree-depth", "9"], "the depth is 1 to the number of nodes"),
         (["--demo", "--tree-nodes", "many"], "--tree-nodes"),
-        ([str(demo.model_path()), "--tree-nodes", "16"], "needs speculative decoding: add --draft, or drop --tree-nodes"),
+        (
+            [str(demo.model_path()), "--tree-nodes", "16"],
+            "needs speculative decoding: add --draft, or drop --tree-nodes",
+        ),
         ([], "no model given"),
     ],
 )

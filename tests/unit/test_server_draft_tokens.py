@@ -215,9 +215,15 @@ def test_a_tree_in_additional_config_is_taken() -> None:
         (("--tree-nodes", "16", "--num-speculative-tokens", "4"), "both say how many tokens to draft"),
         (("--tree-nodes", "16", "--num-speculative-tokens", "auto"), "both say how many tokens to draft"),
         (("--tree-nodes", "16", "--draft-sampling", "sampled"), "drop --draft-sampling sampled"),
-        (("--tree-nodes", "16", "--speculative-method", "medusa"), "for EAGLE heads, and drafts are by medusa"),
+        (
+            ("--tree-nodes", "16", "--speculative-method", "medusa"),
+            "for EAGLE heads, and drafts are by medusa",
+        ),
         (("--tree-nodes", "16", "--no-nwor"), "--no-nwor leaves NWOR out, --tree-nodes sets it"),
-        (("--tree-nodes", "16", "--nwor-modes", "off,cow", "--nwor-mode", "off"), "add stage to --nwor-modes"),
+        (
+            ("--tree-nodes", "16", "--nwor-modes", "off,cow", "--nwor-mode", "off"),
+            "add stage to --nwor-modes",
+        ),
         (("--tree-nodes", "8", "--tree-depth", "9"), "the depth is 1 to the number of nodes"),
         (("--tree-nodes", "64"), "a tree of 64 nodes: 2 to 63 are possible"),
         (("--tree-nodes", "1"), "a tree of 1 nodes: 2 to 63 are possible"),

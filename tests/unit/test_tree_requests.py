@@ -108,9 +108,7 @@ def test_a_known_release_has_what_trees_stand_for() -> None:
 @pytest.mark.parametrize("place", known_sources.SOURCES, ids=lambda place: place[1])
 def test_other_code_of_vllms_ends_the_start(place: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = stock.found_digest
-    monkeypatch.setattr(
-        stock, "found_digest", lambda *asked: "another" if asked == place else found(*asked)
-    )
+    monkeypatch.setattr(stock, "found_digest", lambda *asked: "another" if asked == place else found(*asked))
     config = SimpleNamespace(additional_config={"nwor": {"tree": {"nodes": 8}}})
     monkeypatch.setattr(patches, "check_trees", lambda *args: None)
     with pytest.raises(ConfigError, match=f"stand for, {place[1]} is not the known one"):

@@ -94,7 +94,7 @@ def why_not(vllm_config: Any, config: Any) -> str | None:
 
 
 def needs_chain(params: Any, custom_processors: bool) -> str | None:
-    """Return why a request's windows have to be chains, one of :data:`CHAIN_REASONS`; None where they need not.
+    """Return why a request's windows have to be chains, one of :data:`CHAIN_REASONS`, or None.
 
     Args:
         params: vLLM's ``SamplingParams``.
