@@ -261,7 +261,7 @@ def record(case: Case, device: Device, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(cases: Sequence[Case], path: Path, device: Device, limit: float = 150.0) -> None:
+def run(cases: Sequence[Case], path: Path, device: Device, limit: float = 900.0) -> None:
     """Run cases, several engines at a time, and write their records.
 
     Args:
@@ -330,7 +330,10 @@ def main() -> None:
     )
     args = parser.parse_args()
     device = GPU if args.gpu else CPU
-    os.environ.update(device.environment)
+    if any(os.environ.get(name) != value for name, value in device.environment.items()):
+        # Torch is loaded already, and its threads were counted then.
+        again = [sys.executable, "-m", "tests.architectures.run", *sys.argv[1:]]
+        os.execve(sys.executable, again, os.environ | device.environment)
     every = [*GPU_MODELS, *GPU_DRAFTERS] if args.gpu else [*CASES, *DRAFTERS]
     chosen = [case for case in every if args.all or case.quick]
     if args.names is not None:
