@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from nwor.draft_vocabulary import VocabularyChoice
@@ -21,12 +21,16 @@ CONFIG_KEY = "nwor"
 #: Settings that are whole numbers from 0.
 _COUNTS = ("self_check_interval", "mixed_graph_rows", "grammar_seconds")
 
+#: vLLM's attention backends on CUDA that NWOR extends.
+ATTENTION_BACKENDS = ("flash", "triton")
 #: Longest window that the verify kernels take, in tokens.
 MAX_WINDOW = 64
 #: Draft tokens of a step where their number is fixed and nobody gives one.
 DEFAULT_DRAFT_TOKENS = 4
-#: Most draft tokens that ``auto`` chooses where no bounds are given.
+#: Most draft tokens that ``auto`` chooses where no bounds are given and windows are chains.
 MOST_AUTO_DRAFT_TOKENS = 8
+#: Numbers of draft tokens that are worth a choice; graphs of the drafter are captured for each.
+CANDIDATES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,13 @@ class DraftBounds:
     Attributes:
         least: 0 allows steps without drafts.
         most: vLLM's ``num_speculative_tokens`` is at least this.
+        tree: what windows of ``most`` draft tokens are; None where all windows are chains.
 
     """
 
     least: int = 0
     most: int = MOST_AUTO_DRAFT_TOKENS
+    tree: TreeShape | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Check the bounds.
@@ -53,6 +59,11 @@ class DraftBounds:
             raise ConfigError(
                 f"draft tokens {self.least} to {self.most} are no bounds: give LEAST-MOST with LEAST 0 or "
                 f"more and MOST from 1 to {MAX_WINDOW - 1}, as auto:1-8"
+            )
+        if self.tree is not None and self.tree.nodes != self.most:
+            raise ConfigError(
+                f"draft tokens {self} end at {self.most}, and the tree has {self.tree.nodes} nodes: use "
+                f"auto, or auto:{min(self.least, self.tree.nodes)}-{self.tree.nodes}"
             )
 
     @classmethod
@@ -72,10 +83,33 @@ class DraftBounds:
         """Return the text that :meth:`parse` reads."""
         return f"auto:{self.least}-{self.most}"
 
+    def with_tree(self, tree: TreeShape) -> DraftBounds:
+        """Return these bounds where the longest windows are trees.
+
+        Raises:
+            ConfigError: if bounds that were given do not end at the tree's nodes.
+
+        """
+        most = tree.nodes if self == DraftBounds() else self.most
+        return replace(self, most=most, tree=tree)
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """Numbers of draft tokens to choose among, ascending, both bounds included.
+
+        Chains beside a tree are at most as long as it is deep, since passes of the drafter are made for that.
+        """
+        inside = {drafts for drafts in CANDIDATES if self.least <= drafts <= self.most} | {self.least}
+        if self.tree is not None:
+            inside = {drafts for drafts in inside | {self.tree.depth} if drafts <= self.tree.depth}
+            inside = {drafts for drafts in inside if self.least <= drafts < self.most}
+        return tuple(sorted(inside | {self.most}))
+
     @property
     def fixed(self) -> int:
-        """Draft tokens of each step while nothing is chosen."""
-        return max(self.least, min(DEFAULT_DRAFT_TOKENS, self.most))
+        """Draft tokens of each step while nothing is chosen: those of a chain where one is a candidate."""
+        wanted = max(self.least, min(DEFAULT_DRAFT_TOKENS, self.most))
+        return min(self.candidates, key=lambda drafts: (abs(drafts - wanted), drafts))
 
     @property
     def schedule(self) -> list[tuple[int, int, int]]:
@@ -104,6 +138,8 @@ class NworConfig:
             vLLM's own settings fix it.
         draft_vocabulary: the tokens that an EAGLE head drafts of; None where it may draft any.
         tree: how large the trees of draft tokens are; None where windows are chains.
+        attention_backends: those of :data:`ATTENTION_BACKENDS` with which windows are staged; of no matter on
+            a CPU. "triton" is experimental.
 
     """
 
@@ -117,6 +153,7 @@ class NworConfig:
     draft_tokens: DraftBounds | None = None
     draft_vocabulary: VocabularyChoice | None = None
     tree: TreeShape | None = None
+    attention_backends: tuple[str, ...] = ("flash",)
 
     def __post_init__(self) -> None:
         """Check that the settings fit together.
@@ -156,6 +193,8 @@ class NworConfig:
             values["modes"] = _parse_modes(settings["modes"])
         elif "mode" in values:
             values["modes"] = tuple(Mode)
+        if "attention_backends" in settings:
+            values["attention_backends"] = _parse_backends(settings["attention_backends"])
         for name in _COUNTS:
             if name in settings:
                 values[name] = _parse_int(name, settings[name])
@@ -173,6 +212,8 @@ class NworConfig:
             values["draft_vocabulary"] = _parse_vocabulary(settings["draft_vocabulary"])
         if settings.get("tree") is not None:
             values["tree"] = TreeShape.from_mapping(settings["tree"])
+            if "draft_tokens" in values:
+                values["draft_tokens"] = values["draft_tokens"].with_tree(values["tree"])
         return cls(**values)
 
     @classmethod
@@ -206,6 +247,7 @@ class NworConfig:
             "draft_tokens": None if self.draft_tokens is None else str(self.draft_tokens),
             "draft_vocabulary": None if self.draft_vocabulary is None else str(self.draft_vocabulary),
             "tree": None if self.tree is None else self.tree.to_mapping(),
+            "attention_backends": list(self.attention_backends),
         }
 
 
@@ -216,6 +258,19 @@ def _parse_modes(value: object) -> tuple[Mode, ...]:
     if not modes:
         raise ConfigError("NWOR setting 'modes' must name at least one mode")
     return modes
+
+
+def _parse_backends(value: object) -> tuple[str, ...]:
+    known = ", ".join(ATTENTION_BACKENDS)
+    if isinstance(value, str) or not isinstance(value, (list, tuple)):
+        raise ConfigError(f"NWOR setting 'attention_backends' must be a list of {known}, not {value!r}")
+    names = tuple(dict.fromkeys(str(name).strip().lower() for name in value))
+    for name in names:
+        if name not in ATTENTION_BACKENDS:
+            raise ConfigError(f"NWOR setting 'attention_backends' knows {known}, not {name!r}")
+    if not names:
+        raise ConfigError(f"NWOR setting 'attention_backends' must name at least one of {known}")
+    return names
 
 
 def _parse_int(name: str, value: object) -> int:

@@ -10,15 +10,6 @@ from typing import Any
 from nwor.config import DraftBounds
 from nwor.errors import ConfigError
 
-#: Numbers of draft tokens that are worth a choice; graphs of the drafter are captured for each.
-CANDIDATES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
-
-
-def candidates(least: int, most: int) -> tuple[int, ...]:
-    """Return the numbers of draft tokens to choose among, ascending, both bounds included."""
-    inside = {drafts for drafts in CANDIDATES if least <= drafts <= most}
-    return tuple(sorted(inside | {least, most}))
-
 
 def settle(started: DraftBounds | None, wanted: str) -> str:
     """Return what draft tokens are set to by a running engine, in one form.
@@ -36,7 +27,7 @@ def settle(started: DraftBounds | None, wanted: str) -> str:
             "the number of draft tokens was fixed when the engine was started: restart it with "
             "--num-speculative-tokens auto"
         )
-    wanted, known = wanted.strip().lower(), candidates(started.least, started.most)
+    wanted, known = wanted.strip().lower(), started.candidates
     if wanted.isdecimal():
         settled, fits = str(int(wanted)), int(wanted) <= started.most
         prepared = int(wanted) in (0, *known)

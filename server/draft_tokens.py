@@ -10,6 +10,7 @@ from nwor.config import DEFAULT_DRAFT_TOKENS, DraftBounds, NworConfig
 from nwor.engine import plugin
 from nwor.errors import ConfigError
 from nwor.modes import Mode
+from nwor.tree_shape import TreeShape
 from server.errors import UsageError
 
 #: Draft methods whose drafter vLLM lets make fewer tokens in one step than in another.
@@ -34,7 +35,9 @@ def parse(text: str) -> int | DraftBounds:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def settle(args: argparse.Namespace, method: str, default: int | str, device_type: str) -> dict[str, Any]:
+def settle(
+    args: argparse.Namespace, method: str, default: int | str, device_type: str, tree: TreeShape | None = None
+) -> dict[str, Any]:
     """Return vLLM's settings of the number of drafts, and put the bounds of ``auto`` into ``args``.
 
     Sets ``args.draft_tokens``, which ``resolve_nwor`` hands to the engine: the bounds as text, or None.
@@ -44,9 +47,10 @@ def settle(args: argparse.Namespace, method: str, default: int | str, device_typ
         method: the draft method.
         default: what holds where nobody says anything: a number, or ``auto`` with or without bounds.
         device_type: vLLM's name of the device.
+        tree: what windows may be besides chains, by the flags.
 
     Raises:
-        UsageError: ``auto`` is asked for where it cannot be, or asked for twice.
+        UsageError: ``auto`` is asked for where it cannot be, or asked for twice, or for other trees.
 
     """
     wanted, asked = args.num_speculative_tokens, args.num_speculative_tokens is not None
@@ -64,6 +68,11 @@ def settle(args: argparse.Namespace, method: str, default: int | str, device_typ
     args.draft_tokens = None
     if isinstance(wanted, int):
         return {"num_speculative_tokens": wanted}
+    if tree is not None:
+        try:
+            wanted = wanted.with_tree(tree)
+        except ConfigError as error:
+            raise UsageError(f"--num-speculative-tokens: {error}") from error
     problem = why_not_auto(args, method, device_type)
     if problem is None and configured is None and config is not None:
         problem = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from nwor.config import NworConfig
 from nwor.errors import ConfigError
-from nwor.tree_shape import TreeShape, schedule
+from nwor.tree_shape import schedule
 from server import draft_tokens
 from server.drafters import (
     METHODS,
@@ -137,9 +137,10 @@ def use_draft(args: argparse.Namespace, default: int | str, device_type: str) ->
     tokens = default if drafter.tokens is None else drafter.tokens
     if drafter.tokens is None and _chooses(args, drafter.method, device_type):
         tokens = "auto"
-    lengths = draft_tokens.settle(args, drafter.method, tokens, device_type)
+    tree = tree_of(args)
+    lengths = draft_tokens.settle(args, drafter.method, tokens, device_type, tree)
     _check_number(drafter, lengths["num_speculative_tokens"])
-    if (tree := tree_of(args)) is not None:
+    if tree is not None and args.draft_tokens is None:
         most = args.max_num_seqs or MOST_REQUESTS
         by_requests = schedule(tree, args.tree_requests, most)
         lengths["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in by_requests]
@@ -156,30 +157,36 @@ def _use_tree(args: argparse.Namespace, method: str) -> None:
     """Have as many draft tokens as a tree has nodes, where the flags or NWOR's settings ask for one."""
     tree = tree_of(args)
     if tree is None:
-        tree = _configured_tree(args)
-        if tree is not None:
-            if args.num_speculative_tokens is None:
-                args.num_speculative_tokens = tree.nodes
+        config = _configured(args)
+        if config is not None and config.tree is not None:
+            if args.num_speculative_tokens is None and config.draft_tokens is None:
+                args.num_speculative_tokens = config.tree.nodes
             args.draft_sampling = args.draft_sampling or "greedy"
         return
     if method not in draft_tokens.METHODS:
         raise UsageError(f"--tree-nodes is for EAGLE heads, and drafts are by {method}: drop it")
-    if args.num_speculative_tokens is not None:
+    wanted = args.num_speculative_tokens
+    if isinstance(wanted, int):
         raise UsageError(
-            "--tree-nodes and --num-speculative-tokens both say how many tokens to draft: drop one of them"
+            "--tree-nodes and --num-speculative-tokens both say how many tokens to draft: drop one of them, "
+            "or use --num-speculative-tokens auto"
+        )
+    if wanted is not None and args.tree_requests is not None:
+        raise UsageError(
+            "--tree-requests and --num-speculative-tokens auto both say when windows are trees: drop one"
         )
     if args.draft_sampling == "sampled":
         raise UsageError("--tree-nodes drafts the likeliest tokens: drop --draft-sampling sampled")
-    args.num_speculative_tokens = tree.nodes
+    if wanted is None:
+        args.num_speculative_tokens = tree.nodes
     args.draft_sampling = "greedy"
 
 
-def _configured_tree(args: argparse.Namespace) -> TreeShape | None:
+def _configured(args: argparse.Namespace) -> NworConfig | None:
     try:
-        config = NworConfig.from_additional_config(args.additional_config)
+        return NworConfig.from_additional_config(args.additional_config)
     except ConfigError as error:
         raise UsageError(str(error)) from error
-    return None if config is None else config.tree
 
 
 def _drafter(args: argparse.Namespace) -> Drafter:

@@ -80,6 +80,7 @@ class Breaking:
         trees = getattr(self.model_runner, "_nwor_trees", None)
         if trees is not None:
             parts["place"] = (trees.tables, "place", 1)
+            parts["settle"] = (trees.tables, "settle", 1)
         return parts[part]
 
     def was_broken(self) -> str:

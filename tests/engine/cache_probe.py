@@ -83,8 +83,9 @@ class CacheProbe(CopyWatch, Breaking):
         walk = tables.walk
         self._restore.append((tables, "walk"))
 
-        def watched(targets: Any, tokens: Any, starts: Any, slots: Any, attended: bool, *_: Any) -> Any:
-            sampled, counts = walk(targets, tokens, starts, slots, attended)
+        def watched(targets: Any, tokens: Any, starts: Any, slots: Any, refusing: Any, *_: Any) -> Any:
+            sampled, counts = walk(targets, tokens, starts, slots, refusing)
+            attended = not refusing.any()
             for index, slot in enumerate(slots.tolist()):
                 rows = slice(int(starts[index]), int(starts[index + 1]))
                 wanted, drafts = targets[rows].tolist(), rows.stop - rows.start - 1

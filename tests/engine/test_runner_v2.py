@@ -22,8 +22,9 @@ FILES = {
     "modes": "exactness_cpu switches_cpu mixed_steps_cpu",
     "faults": "faults_cpu isolation_cpu greedy_rejection_cpu",
     "features": "features_cpu",
-    "trees": "unit/tree_kernels unit/tree_sampling trees_cpu",
-    "processes": "pipeline_parallel tensor_parallel_cpu",
+    "trees": "unit/tree_kernels unit/tree_sampling trees_cpu tree_choice_cpu",
+    "attention": "unit/triton_attn_interpreted",
+    "processes": "pipeline_parallel tensor_parallel_cpu trees_tensor_parallel",
 }
 
 #: What knows of runner V2 and is run on it by hand alone; adapters are nothing for it on a CPU.

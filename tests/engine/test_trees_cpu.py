@@ -25,7 +25,7 @@ import torch
 from server import cpu_sampling
 from tests import pipeline_runs
 from tests.conftest import SLOW
-from tests.engine import contexts, engines, poison
+from tests.engine import contexts, engines, poison, tree_stand_ins
 from tests.engine.breaking import MESSAGE
 from tests.engine.runner import V2
 
@@ -158,6 +158,9 @@ def _tokens(outputs: Sequence[Any]) -> list[tuple[int, ...]]:
     return [tuple(answer.token_ids) for output in outputs for answer in output.outputs]
 
 
+_plain: list[Plain] = []
+
+
 class Plain:
     """What an engine without speculation has made of the same requests, of all of them at once."""
 
@@ -198,6 +201,9 @@ def make_engine() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="module")
 def plain(make_engine: Callable[..., Any]) -> Plain:
+    """What an engine without speculation answers, made once for all files of this process."""
+    if _plain:
+        return _plain[0]
     settings: dict[str, Any] = {
         **engines.PROBED,
         "max_num_seqs": 64,
@@ -214,18 +220,8 @@ def plain(make_engine: Callable[..., Any]) -> Plain:
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
     _cached_get_attn_backend.cache_clear()
+    _plain.append(found)
     return found
-
-
-def _likeliest(
-    logits: torch.Tensor, step: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor
-) -> torch.Tensor:
-    """Stand in for the kernels of that name, which take most of the time where they are interpreted."""
-    rows, (_, _, width) = logits.shape[0], tokens.shape
-    values, places = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
-    tokens[:rows, int(step)] = places[:, :width]
-    logprobs[:rows, int(step)] = values[:, :width] - logits.float().logsumexp(dim=-1, keepdim=True)
-    return places[:, 0]
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +229,7 @@ def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Any], plai
     """One engine for each shape, in mode ``stage`` as each test begins."""
     tree = request.param
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("growth", "speculator"):
-            patch.setattr(f"nwor.engine.trees.{module}.top_tokens", _likeliest)
+        tree_stand_ins.install(patch.setattr)
         llm = make_engine(
             **SETTINGS,
             speculative_config=engines.eagle(tree["nodes"]),
@@ -377,7 +372,7 @@ def test_the_kernels_themselves(engine: Any, plain: Plain, monkeypatch: pytest.M
     assert seen["accepted"] > 0
 
 
-def _drive(llm: Any, requests: Requests, before_step: Callable[[int], None]) -> dict[str, tuple[int, ...]]:
+def drive(llm: Any, requests: Requests, before_step: Callable[[int], None]) -> dict[str, tuple[int, ...]]:
     """Run requests, whose names are their numbers, and return the tokens of those that end."""
     core, done = llm.llm_engine, {}
     for index, (prompt, own) in enumerate(requests):
@@ -405,7 +400,7 @@ def test_aborts_and_preemption_of_all(engine: Any, plain: Plain) -> None:
         if step == 7:
             assert engine.reset_prefix_cache(reset_running_requests=True)
 
-    done, seen = _watch(engine, plain, lambda: _drive(engine, requests, before_step))
+    done, seen = _watch(engine, plain, lambda: drive(engine, requests, before_step))
     expected = plain.tokens("greedy")
     assert done == {
         **{str(index): expected[index] for index in (2, 3, 4)},
@@ -432,7 +427,7 @@ def test_switches(engine: Any, plain: Plain, shift: int, period: int) -> None:
         engine.collective_rpc("nwor_set_mode", args=(mode,))
 
     requests = plain.requests["greedy"]
-    done, seen = _watch(engine, plain, lambda: _drive(engine, requests, before_step))
+    done, seen = _watch(engine, plain, lambda: drive(engine, requests, before_step))
     assert done == {str(index): tokens for index, tokens in enumerate(plain.tokens("greedy"))}
     assert seen["accepted"] > 0
 
@@ -441,10 +436,10 @@ def test_switches(engine: Any, plain: Plain, shift: int, period: int) -> None:
 FAULTS = [
     *(("plan", 1), ("place", 1), ("after place", 2), ("begin", 2), ("after begin", 2), ("stage", 2)),
     *(("after stage", 1), ("attend", 2), ("after attend", 2), ("split", 0), ("commit", 2), ("launch", 1)),
-    *(("after commit", 2), ("timing", 2)),
+    *(("after commit", 2), ("timing", 2), ("settle", 2), ("after settle", 1)),
 ]
 #: Where all is committed when something fails, so that no window counts as written directly.
-COMMITTED = ("after commit", "timing")
+COMMITTED = ("after commit", "timing", "settle", "after settle")
 
 
 @_shapes(COMB, more=[GROWN])
@@ -561,7 +556,7 @@ def test_trees_for_few_requests_and_chains_for_many(make_engine: Callable[..., A
     requests = plain.requests["greedy"]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nwor.engine.trees.speculator.top_tokens", _likeliest)
+        tree_stand_ins.install(patch.setattr)
         llm = make_engine(
             **SETTINGS,
             speculative_config=speculation,
@@ -574,7 +569,7 @@ def test_trees_for_few_requests_and_chains_for_many(make_engine: Callable[..., A
                     prompt, own = requests[index]
                     llm.llm_engine.add_request(str(index), prompt, _params(own))
 
-        done, seen = _watch(llm, plain, lambda: _drive(llm, requests[:2], before_step))
+        done, seen = _watch(llm, plain, lambda: drive(llm, requests[:2], before_step))
     assert done == {str(index): tokens for index, tokens in enumerate(plain.tokens("greedy"))}
     assert seen["branched"] > 0
     assert seen["chains"] > 0

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from nwor.config import DraftBounds
-from nwor.draft_costs import candidates
 from nwor.engine.draft_lengths.lookup import DraftLengths
 from tests.gpu import demo_engine, near_ties
 
@@ -134,7 +133,7 @@ def test_costs_were_measured_and_choose(engine: Any) -> None:
     report = engine.collective_rpc("nwor_report")[0]
     assert report["draft_costs_why_not"] is None
     costs = demo_engine.runner(engine).nwor.state.draft_costs
-    assert costs.drafts == candidates(BOUNDS.least, BOUNDS.most)
+    assert costs.drafts == BOUNDS.candidates
     assert costs.requests[-1] == SEQUENCES
     assert all(value > 0 for row in costs.seconds for value in row)
     _run(engine, "stage")

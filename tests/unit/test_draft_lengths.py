@@ -15,7 +15,7 @@ import pytest
 
 from nwor.config import DraftBounds
 from nwor.counts.records import StepRecord, Treatment, WorkerFacts
-from nwor.draft_costs import StepCosts, candidates, settle
+from nwor.draft_costs import StepCosts, settle
 from nwor.engine.draft_lengths import policy as policies
 from nwor.engine.draft_lengths.acceptance import AcceptanceEstimate
 from nwor.engine.draft_lengths.lookup import DraftLengths
@@ -28,7 +28,7 @@ CHANCES = (0.73, 0.71, 0.67, 0.69, 0.69, 0.69, 0.69, 0.69)
 
 def _costs(floor: float = 0.008, row: float = 27e-6, draft: float = 0.0005) -> StepCosts:
     """A device on which rows are free up to a floor, and drafts take their time one after the other."""
-    numbers, requests = candidates(0, 8), (1, 4, 16, 64, 128, 256)
+    numbers, requests = DraftBounds(0, 8).candidates, (1, 4, 16, 64, 128, 256)
     table = tuple(tuple(max(floor, row * b * (k + 1)) + draft * max(k, 1) for k in numbers) for b in requests)
     rows = (16, 64, 128, 256, 512, 1024, 2048, 4096)
     return StepCosts(requests, numbers, table, rows, tuple(max(floor, row * size) for size in rows))
@@ -104,7 +104,7 @@ def test_the_number_is_the_one_that_gives_most_tokens(requests: int) -> None:
     policy.take_costs(costs)
     rate(policy.choose, 300)  # until it knows the text
     steps = max(1500, 8000 // requests)  # so many that chance is small against what is allowed
-    best = max(rate(lambda _, k=k: k, steps) for k in candidates(0, 8))
+    best = max(rate(lambda _, k=k: k, steps) for k in DraftBounds(0, 8).candidates)
     assert rate(policy.choose, steps) > 0.97 * best
 
 
@@ -230,7 +230,7 @@ def test_bounds_hold() -> None:
         made.add(drafts)
         policy.observe(drafts, np.zeros(requests, np.int32))
     assert made <= {2, 3}
-    assert candidates(1, 5) == (1, 2, 3, 4, 5)
+    assert DraftBounds(1, 5).candidates == (1, 2, 3, 4, 5)
 
 
 def _record(facts: WorkerFacts, drafts: list[int], sampled: list[int]) -> StepRecord:

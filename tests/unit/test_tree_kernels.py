@@ -19,6 +19,8 @@ from tests.engine.runner import V2
 
 pytestmark = pytest.mark.skipif(not V2, reason="run by test_runner_v2.py, where kernels are interpreted")
 
+#: Of some ranks none refuses.
+NONE = torch.zeros(4)
 SHAPES = [(16, 8, 4), (8, 4, 3), (2, 1, 2), (5, 5, 1), (32, 6, 8), (63, 8, 8), (12, 3, 7)]
 
 
@@ -68,7 +70,7 @@ def test_the_likeliest_nodes_are_kept(shape: tuple[int, int, int], all_linear: b
     slots = torch.tensor([3, 0, 5, 1])
     tables.set_linear(5, True)
     drafts = torch.full((4, shape[0]), -7, dtype=torch.int64)
-    tables.build(slots, drafts, all_linear)
+    tables.build(slots, drafts, NONE + all_linear)
     for request, (slot, tree) in enumerate(zip(slots.tolist(), expected, strict=True)):
         assert drafts[request].tolist() == list(tree.tokens[1:])
         assert tables._parents[slot].tolist()[1:] == list(tree.parents[1:])
@@ -132,7 +134,7 @@ def test_trees_grow_from_the_likeliest_nodes(shape: tuple[int, int, int], all_li
         for mask in masks.flatten().tolist():
             assert (mask & ((1 << 64) - 1)).bit_count() == level + 1
     drafts = torch.full((requests, nodes), -7, dtype=torch.int64)
-    tables.build(slots, drafts, all_linear)
+    tables.build(slots, drafts, NONE + all_linear)
     for request, slot in enumerate(slots.tolist()):
         tree = trees.grown(
             lambda way, request=request: continuations(request, way),  # type: ignore[misc]
@@ -157,6 +159,7 @@ def _batch(lengths: list[int], drafts: list[int], slots: list[int], base: list[i
     local = torch.cat([torch.arange(count + 1) for count in drafts]).to(torch.int32)
     return SimpleNamespace(
         num_reqs=len(lengths),
+        num_tokens=int(starts[-1]),
         idx_mapping=torch.tensor(slots),
         query_start_loc=starts,
         cu_num_logits=logits,
@@ -177,7 +180,7 @@ def test_a_step_is_walked_committed_and_flattened_as_in_plain_python() -> None:
     slots = [4, 0, 2, 5, 1, 3]
     tables.set_linear(5, True)
     drafts_of = torch.zeros(4, shape[0], dtype=torch.int64)
-    tables.build(torch.tensor(slots[:4]), drafts_of, False)
+    tables.build(torch.tensor(slots[:4]), drafts_of, NONE)
 
     lengths, drafts = [13, 8, 7, 13, 1, 40], [12, 7, 4, 12, 0, 0]
     batch = _batch(lengths, drafts, slots, [100, 30, 7, 500, 12, 0])
@@ -217,7 +220,7 @@ def test_a_step_is_walked_committed_and_flattened_as_in_plain_python() -> None:
     paths += [[0], [0]]
     assert len(targets) == logits
     sampled, counts = tables.walk(
-        torch.tensor(targets), torch.tensor(row_tokens), batch.cu_num_logits, batch.idx_mapping, True
+        torch.tensor(targets), torch.tensor(row_tokens), batch.cu_num_logits, batch.idx_mapping, NONE
     )
     ends = batch.cu_num_logits.tolist()
     for request, path in enumerate(paths):
@@ -236,6 +239,10 @@ def test_a_step_is_walked_committed_and_flattened_as_in_plain_python() -> None:
     assert tables.source_rows[: len(sources)].tolist() == sources
     # A prompt is no window: nothing is said of its rows.
     assert set(tables.source_rows[len(sources) :].tolist()) == {-99}
+    known = tables.source_rows.clone()
+    tables.source_rows.fill_(-99)
+    tables.settle_plainly(batch, counts)
+    assert tables.source_rows.tolist() == known.tolist()
 
     states = torch.randn(int(batch.query_start_loc[-1]) + 3, 1500)
     before, ids = states.clone(), batch.input_ids.clone()
@@ -270,7 +277,7 @@ def test_of_what_did_not_attend_as_a_tree_chains_alone_accept() -> None:
     tokens, logprobs = _candidates(shape, 2, seed=9)
     expected = _trees(tables, tokens, logprobs, linear={1})
     tables.set_linear(1, True)
-    tables.build(torch.tensor([0, 1]), torch.zeros(2, 6, dtype=torch.int64), False)
+    tables.build(torch.tensor([0, 1]), torch.zeros(2, 6, dtype=torch.int64), NONE)
     batch = _batch([7, 7], [6, 6], [0, 1], [10, 10])
     goal = []
     for tree in expected:
@@ -278,10 +285,12 @@ def test_of_what_did_not_attend_as_a_tree_chains_alone_accept() -> None:
         own[0] = tree.tokens[1]  # the likeliest node continues row 0 in both
         goal += own
     row_tokens = torch.tensor([token for tree in expected for token in tree.tokens])
-    for whole, accepted in ((True, [1, 1]), (False, [0, 1])):
-        _, counts = tables.walk(torch.tensor(goal), row_tokens, batch.cu_num_logits, batch.idx_mapping, whole)
+    for refusing, accepted in ((NONE, [1, 1]), (NONE + 1, [0, 1])):
+        _, counts = tables.walk(
+            torch.tensor(goal), row_tokens, batch.cu_num_logits, batch.idx_mapping, refusing
+        )
         assert [count - 1 for count in counts.tolist()] >= accepted
-        assert (counts[0] > 1) == whole
+        assert (counts[0] > 1) == (not refusing.any())
 
 
 @pytest.mark.parametrize("vocabulary", [7, 2048, 5000])

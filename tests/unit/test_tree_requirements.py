@@ -102,7 +102,6 @@ def test_fields_that_a_version_of_vllm_lacks_refuse_nothing() -> None:
             [(1, 4, 16), (5, 64, 7)],
             r"chains of 7 draft tokens .* longer than the tree is deep \(6\)",
         ),
-        ("parallel_config.tensor_parallel_size", 2, "tensor parallelism"),
         ("parallel_config.pipeline_parallel_size", 2, "pipeline stages"),
         ("parallel_config.data_parallel_size", 2, "data parallelism"),
         ("scheduler_config.max_num_seqs", 513, r"2052 rows \(513 requests\)"),

@@ -66,7 +66,7 @@ def _sampler(tables: Any, temperatures: torch.Tensor) -> Any:
     stock = SimpleNamespace(
         sampler=sampler, synthetic_conditional_rates=None, enable_adaptive_verification=False
     )
-    return TreeSampler(stock, tables, lambda: True)
+    return TreeSampler(stock, tables, lambda: torch.zeros(4))
 
 
 #: Answers, logits and the rows that answers were drawn at.
@@ -85,7 +85,7 @@ def _step(temperatures: torch.Tensor) -> Step:
     drafts = torch.zeros(REQUESTS, NODES, dtype=torch.int64)
     # Slots in another order than the batch.
     slots = torch.arange(REQUESTS).flip(0).contiguous()
-    tables.build(slots, drafts, False)
+    tables.build(slots, drafts, torch.zeros(4))
     parents, depths = (table[0].tolist() for table in (tables._parents, tables._depths))
     tokens = [-1, *drafts[0].tolist()]
     ways: list[tuple[int, ...]] = [()]

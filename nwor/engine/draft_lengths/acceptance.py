@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 #: Windows after which an observation counts half.
 HALF_LIFE = 1024.0
+#: Steps after which an observation counts half, however few windows they had of its kind.
+HALF_LIFE_STEPS = 1024.0
 #: What is assumed of the first draft, as if as many windows had shown it.
 PRIOR, PRIOR_WINDOWS = 0.6, 4.0
 
@@ -47,10 +49,20 @@ class AcceptanceEstimate:
         self._tried[:drafts] += at_least[:drafts]
         self._accepted[:drafts] += at_least[1 : drafts + 1]
 
+    def age(self, steps: int) -> None:
+        """Let what was observed count less after so many steps, most of which may say nothing of it."""
+        keep = 0.5 ** (steps / HALF_LIFE_STEPS)
+        self._tried *= keep
+        self._accepted *= keep
+
     @property
     def chances(self) -> list[float]:
         """Chance of each draft whose predecessors were accepted."""
-        result, before = [], PRIOR
+        return self.chances_after(PRIOR)
+
+    def chances_after(self, before: float) -> list[float]:
+        """Return the chances where ``before`` is assumed of the first draft."""
+        result = []
         for tried, accepted in zip(self._tried.tolist(), self._accepted.tolist(), strict=True):
             before = (accepted + PRIOR_WINDOWS * before) / (tried + PRIOR_WINDOWS)
             result.append(before)
@@ -60,6 +72,10 @@ class AcceptanceEstimate:
     def accepted(self) -> list[float]:
         """Chance that all drafts up to each position are accepted."""
         return list(accumulate(self.chances, mul))
+
+    def accepted_after(self, before: float) -> list[float]:
+        """Return the same where ``before`` is assumed of the first draft."""
+        return list(accumulate(self.chances_after(before), mul))
 
     @property
     def tokens(self) -> list[float]:

@@ -39,6 +39,7 @@ class DraftLengths:
         self.policy = DraftLengthPolicy(started)
         self.steps: Counter[int] = Counter()
         self._started = started
+        self._longest_chain = started.most if started.tree is None else started.tree.depth
         self._fixed: int | None = started.fixed
         self._why = "no step has been verified yet"
         self._facts: WorkerFacts | None = None
@@ -99,6 +100,13 @@ class DraftLengths:
         for record in waiting:
             drafts = np.frombuffer(record.treatment.drafts, _INT32)
             accepted = np.maximum(np.frombuffer(record.sampled, _INT32), 1) - 1
+            if self.policy.tree is not None:
+                whole = drafts == self.policy.tree
+                # Beside whole trees shorter windows are parts of such; longer ones than chains are, too.
+                of_use = whole if whole.any() else drafts <= self._longest_chain
+                drafts, accepted = drafts[of_use], accepted[of_use]
+                if not len(drafts):
+                    continue
             first = int(drafts[0])
             if (drafts == first).all():
                 by_drafts.setdefault(first, []).append(accepted)

@@ -17,7 +17,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from nwor.config import DraftBounds
-from nwor.draft_costs import StepCosts, candidates
+from nwor.draft_costs import StepCosts
 
 logger = logging.getLogger("vllm.nwor.draft_lengths")
 
@@ -143,7 +143,7 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
     cpu = runner.device.type == "cpu"
     began = time.perf_counter()
     requests = _Requests(worker, _warmup_block_counter(runner))
-    numbers = candidates(bounds.least, bounds.most)
+    numbers = bounds.candidates
     prompt = bounds.most + _CONTEXT
     room = sum((SETTLE + STEPS + 1) * (drafts + 1) for drafts in numbers)
     blocks = runner.kv_cache_config.num_blocks - 1

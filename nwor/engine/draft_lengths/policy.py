@@ -7,6 +7,9 @@ With b requests, k drafts each, T(b, k) seconds a step and A(k) tokens a window,
 T is what was measured at start-up; e is what steps took beyond it of late: contexts, the host. Prompts have
 to be run whatever k is, but a prompt's rows cost more beside more rows of windows: D(r) is what the prompts
 of late add to a step of r rows, and m is how many steps with prompts there were for each token.
+
+Where windows may be trees, one more candidate has as many draft tokens as a tree has nodes. Its A is
+estimated for itself, by depth.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nwor.config import DraftBounds
-from nwor.draft_costs import StepCosts, candidates
+from nwor.draft_costs import StepCosts
 from nwor.engine.draft_lengths.acceptance import AcceptanceEstimate
 
 #: Steps between two looks at the choice while the number of requests stays about the same.
@@ -31,6 +34,9 @@ HYSTERESIS = 0.015
 PROBE_EVERY = 128
 #: Windows that try it each time, over as many steps as that takes.
 PROBE_WINDOWS = 8
+#: What is assumed of a tree that was never tried: siblings are worth so many independent drafts.
+#: The demo model's trees of 16 nodes, 8 deep, accept as this says.
+SIBLINGS = 1.25
 #: Weight of one step among what steps take beyond the measured costs.
 EXTRA_WEIGHT = 0.05
 #: Steps with prompts that are remembered.
@@ -50,8 +56,11 @@ class DraftLengthPolicy:
 
     def __init__(self, bounds: DraftBounds, started: DraftBounds | None = None) -> None:
         started = started or bounds
-        self._all = candidates(started.least, started.most)
+        self._all = started.candidates
         self.acceptance = AcceptanceEstimate(started.most)
+        #: Draft tokens of a window that is a tree; None where all windows are chains.
+        self.tree = None if started.tree is None else started.most
+        self.tree_acceptance = AcceptanceEstimate(0 if started.tree is None else started.tree.depth)
         self.costs: StepCosts | None = None
         self.chosen = bounds.fixed
         self.why = "the costs of steps are not known yet"
@@ -60,6 +69,9 @@ class DraftLengthPolicy:
         self._mixed = self._tokens = 0.0
         self._looked_at = 0
         self._until_look = self._until_probe = 0
+        self._probing = self.chosen
+        self._probes_tree = False
+        self._steps = 0
         self._found: dict[int, float] = {}
         self.bind(bounds)
 
@@ -69,6 +81,7 @@ class DraftLengthPolicy:
         self._candidates = [k for k in self._all if bounds.least <= k <= bounds.most]
         self._until_look = 0
         self._until_probe = PROBE_EVERY
+        self._found = {}
 
     def nearest(self, drafts: int) -> int:
         """Return the candidate nearest to ``drafts``: graphs and costs are there for it."""
@@ -87,32 +100,67 @@ class DraftLengthPolicy:
         """
         if self.costs is None:
             return self.chosen
+        self._steps += 1
         self._until_look -= 1
         if self._until_look <= 0 or abs(requests - self._looked_at) > LOOK_CHANGE * self._looked_at:
             self._look(requests)
         self._until_probe -= 1
         if self._until_probe <= 0:
+            if self._until_probe == 0:
+                self._probing = self._probe(requests)
             # Few requests tell little in a step.
             if -self._until_probe * requests >= PROBE_WINDOWS - requests:
                 self._until_probe = PROBE_EVERY
-            return self._next(self.chosen)
+            return self._probing
         return self.chosen
 
-    def _next(self, drafts: int) -> int:
-        return next((k for k in self._candidates if k > drafts), drafts)
+    def _probe(self, requests: int) -> int:
+        """Return the candidate to try: a longer chain and a tree in turns; the best chain where trees are."""
+        chains = [k for k in self._candidates if k != self.tree]
+        if self.chosen == self.tree:
+            drafting = [k for k in chains if k] or chains
+            return min(drafting, key=lambda k: self._found.get(k, 0.0), default=self.chosen)
+        longer = next((k for k in chains if k > self.chosen), self.chosen)
+        turn = longer == self.chosen or not self._probes_tree
+        self._probes_tree = turn and self._tree_could_pay(requests)
+        return self._candidates[-1] if self._probes_tree else longer
+
+    def _tree_could_pay(self, requests: int) -> bool:
+        """Return whether a tree would be chosen if all of its levels were accepted."""
+        if self.tree is None or self.tree not in self._candidates or self.chosen not in self._found:
+            return False
+        best = self._cost(requests, self.tree, 1.0 + len(self.tree_acceptance.chances))
+        return best < self._found[self.chosen]
+
+    def _expected_tokens(self) -> dict[int, float]:
+        """Return the tokens that a window gives on the average, by candidate."""
+        tokens = self.acceptance.tokens
+        found = {k: tokens[k] for k in self._candidates if k != self.tree}
+        if self.tree in self._candidates:
+            found[self.tree] = 1.0 + sum(self._tree_accepted())
+        return found
+
+    def _tree_accepted(self) -> list[float]:
+        """Return the chance of each depth of a tree that a node of it is accepted."""
+        chance = self.acceptance.chances[0]
+        return self.tree_acceptance.accepted_after(1.0 - (1.0 - chance) ** SIBLINGS)
 
     def _look(self, requests: int) -> None:
         """Weigh all candidates for so many requests."""
         self._until_look, self._looked_at = LOOK_EVERY, requests
-        tokens = self.acceptance.tokens
-        found = {k: self._cost(requests, k, tokens[k]) for k in self._candidates}
+        steps, self._steps = self._steps, 0
+        self.acceptance.age(steps)
+        self.tree_acceptance.age(steps)
+        found = {k: self._cost(requests, k, tokens) for k, tokens in self._expected_tokens().items()}
         best = min(found, key=found.__getitem__)
         now = found.get(self.chosen)
         if now is None or found[best] < (1.0 - HYSTERESIS) * now:
             self.chosen = best
         self._found = found
-        rate = 1.0 / found[self.chosen]
-        self.why = f"{self.chosen} draft tokens give {rate:.0f} tokens/s with {requests} requests"
+        rate, what = 1.0 / found[self.chosen], f"{self.chosen} draft tokens give"
+        if self.chosen == self.tree:
+            what = f"trees of {self.chosen} draft tokens give"
+        self.why = f"{what} {rate:.0f} tokens/s with {requests} requests"
 
     def _cost(self, requests: int, drafts: int, tokens: float) -> float:
         """Return the seconds of a token."""
@@ -133,7 +181,11 @@ class DraftLengthPolicy:
             accepted: [windows], how many were accepted.
 
         """
-        self.acceptance.add(drafts, accepted)
+        if drafts == self.tree:
+            depth = len(self.tree_acceptance.chances)
+            self.tree_acceptance.add(depth, np.minimum(accepted, depth))
+        else:
+            self.acceptance.add(drafts, accepted)
 
     def observe_step(self, requests: int, drafts: int, prompt: int, tokens: float, seconds: float) -> None:
         """Take in how long a step took.
@@ -165,10 +217,13 @@ class DraftLengthPolicy:
             "requests": self._looked_at,
             "why": self.why,
             "acceptance": [round(value, 4) for value in self.acceptance.accepted],
+            "tree_acceptance": [],
             "milliseconds": {},
             "tokens_per_second": {},
             "extra_milliseconds": round(1e3 * self._extra, 3),
         }
+        if self.tree is not None:
+            result["tree_acceptance"] = [round(value, 4) for value in self._tree_accepted()]
         if self.costs is not None and self._looked_at:
             for drafts, cost in self._found.items():
                 seconds = self.costs.step(self._looked_at, drafts) + self._extra

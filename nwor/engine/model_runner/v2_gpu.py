@@ -10,9 +10,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from nwor.config import MAX_WINDOW
-from nwor.draft_costs import candidates
-from nwor.engine.attention.flash import NworFlashAttentionBackend, layer_cache_views
 from nwor.engine.attention.split_step import MOST_SPLIT_ROWS
+from nwor.engine.attention.staged_attention import layer_cache_views
 from nwor.engine.attention.target_layers import draft_layers, target_layers
 from nwor.engine.cuda_graphs import mixed as mixed_graphs
 from nwor.engine.cuda_graphs.draft import NworDraftGraphManager, NworDraftPassesManager
@@ -31,7 +30,6 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
 
     cudagraph_manager: Any
 
-    nwor_backend = NworFlashAttentionBackend
     nwor_cache_views = staticmethod(layer_cache_views)
     #: What the graphs of `stage` are expected to take; set while vLLM finds out what its own do.
     _nwor_expected_bytes: int = 0
@@ -54,7 +52,7 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
                 self._nwor_follow()
             bounds = state.config.draft_tokens
             if bounds is not None:
-                NworDraftPassesManager.adopt(self.speculator, candidates(bounds.least, bounds.most))
+                NworDraftPassesManager.adopt(self.speculator, bounds.candidates)
             state.fast_paths.note(
                 fast_paths.apply(
                     state.config, self.speculator, self.rejection_sampler, self.max_num_reqs, self.device
@@ -174,8 +172,6 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             samples = manager._capture_mem_samples or []
             windows = [size for size in mixed if size <= mixed_graphs.MOST_WINDOW_ROWS]
             taken += expected_bytes(windows, samples, 0)
-            passes = len(candidates(bounds.least, bounds.most)) * len(
-                manager._capture_descs.get(CUDAGraphMode.FULL, [])
-            )
+            passes = len(bounds.candidates) * len(manager._capture_descs.get(CUDAGraphMode.FULL, []))
             taken += passes * LEAST_GRAPH_BYTES
         return taken

@@ -11,6 +11,7 @@ import torch
 from nwor.config import NworConfig
 from nwor.engine.attention.target_layers import draft_layers
 from nwor.engine.trees import known_sources
+from nwor.engine.trees.agreement import Agreement
 from nwor.engine.trees.requirements import check_engine, needs_chain
 from nwor.engine.trees.sampler import TreeSampler
 from nwor.engine.trees.speculator import TreeDrafts
@@ -43,8 +44,11 @@ class TreeDecoding:
         self._windows: WindowManager | None = None
         self._custom = bool(runner.model_config.logits_processors)
         self._batch: Any = None
-        runner.rejection_sampler = TreeSampler(runner.rejection_sampler, tables, self._attended)
-        self._drafts = TreeDrafts(runner.speculator, tables, self._chains_only)
+        self._agreement = Agreement(runner.device)
+        # What the ranks have agreed on in the step under way.
+        self._refusing: torch.Tensor | None = None
+        runner.rejection_sampler = TreeSampler(runner.rejection_sampler, tables, self._refusing_now)
+        self._drafts = TreeDrafts(runner.speculator, tables, self._refusing_next)
 
     @classmethod
     def install(cls, runner: Any) -> TreeDecoding | None:
@@ -78,11 +82,18 @@ class TreeDecoding:
         if self._drafts.growth is not None:
             self._drafts.growth.attach(draft_layers(runner), runner.nwor_cache_views)
 
-    def _attended(self) -> bool:
-        return self._windows is not None and self._windows.attends_trees
+    def _refusing_now(self) -> torch.Tensor:
+        attended = self._windows is not None and self._windows.attends_trees
+        self._refusing = self._agreement.refusing(not attended)
+        return self._refusing
 
-    def _chains_only(self) -> bool:
-        return self._windows is None or not self._windows.trees_possible
+    def _refusing_next(self) -> torch.Tensor:
+        possible = self._windows is not None and self._windows.trees_possible
+        known, self._refusing = self._refusing, None
+        # Ranks have to draft the same. One that has failed since then says so when the drafts are verified.
+        if known is not None and not self._agreement.alone:
+            return known
+        return self._agreement.refusing(not possible)
 
     def add(self, requests: Sequence[Any], slots: Mapping[str, int]) -> None:
         """Look at what new requests ask for."""
@@ -108,6 +119,7 @@ class TreeDecoding:
 
     def place(self, batch: Any) -> None:
         """Prepare a step's rows, once its slots are computed and before the first layer runs."""
+        self._refusing = None
         self._batch = batch if batch.num_draft_tokens else None
         if self._batch is not None:
             self.tables.place(batch)
@@ -120,5 +132,11 @@ class TreeDecoding:
 
         """
         batch, self._batch = self._batch, None
-        if batch is not None:
+        if batch is None:
+            return
+        try:
             self.tables.settle(batch, num_sampled)
+        except Exception as error:
+            self.tables.settle_plainly(batch, num_sampled)
+            if self._windows is not None:
+                self._windows.state.fail("settle", error)

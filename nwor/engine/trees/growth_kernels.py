@@ -114,13 +114,14 @@ def select_kernel(  # type: ignore[no-untyped-def]
     chain_ptr,
     nodes,
     candidates,
-    all_linear,
+    # float32 [1]: whether, unless 0, all windows have to be chains
+    refusing_ptr,
     WIDTH: tl.constexpr,  # noqa: N803
     PLACES: tl.constexpr,  # noqa: N803
 ):
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
-    linear = (tl.load(linear_ptr + slot) != 0) | (all_linear != 0)
+    linear = (tl.load(linear_ptr + slot) != 0) | (tl.load(refusing_ptr) != 0)
     place = tl.arange(0, PLACES)
     real = place < candidates
     score = tl.load(found_score_ptr + request * candidates + place, mask=real, other=-float("inf"))
@@ -253,7 +254,7 @@ class Candidates:
         linear: torch.Tensor,
         draft_tokens: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        all_linear: bool,
+        refusing: torch.Tensor,
     ) -> None:
         """Keep the likeliest nodes of each request.
 
@@ -262,7 +263,7 @@ class Candidates:
             linear: uint8 [max_num_reqs]: whose windows have to be chains.
             draft_tokens: int64 [at least requests, nodes], written.
             tables: parents, depths, masks and chains by slot, written.
-            all_linear: whether all windows have to be chains.
+            refusing: float32 [at least 1]: all windows have to be chains, unless it is 0.
 
         """
         parents, depths, masks, chains = tables
@@ -280,7 +281,7 @@ class Candidates:
             chains,
             self.shape.nodes,
             self.count,
-            int(all_linear),
+            refusing,
             WIDTH=self.shape.width,
             PLACES=next_power_of_two(self.count),
             num_warps=1,

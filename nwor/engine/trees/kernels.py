@@ -31,14 +31,15 @@ def build_comb_kernel(  # type: ignore[no-untyped-def]
     mask_ptr,
     chain_ptr,
     nodes,
-    all_linear,
+    # float32 [1]: whether, unless 0, all windows have to be chains
+    refusing_ptr,
     DEPTH: tl.constexpr,  # noqa: N803
     WIDTH: tl.constexpr,  # noqa: N803
     CANDIDATES: tl.constexpr,  # noqa: N803  DEPTH * WIDTH, to the next power of two
 ):
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
-    linear = (tl.load(linear_ptr + slot) != 0) | (all_linear != 0)
+    linear = (tl.load(linear_ptr + slot) != 0) | (tl.load(refusing_ptr) != 0)
     place = tl.arange(0, CANDIDATES)
     real = place < DEPTH * WIDTH
     depth = place // WIDTH
@@ -162,7 +163,8 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     parent_ptr,
     chain_ptr,
     nodes,
-    trees,
+    # float32 [1]: whether, unless 0, trees were not attended as such
+    refusing_ptr,
     # int64 [requests, nodes + 1], int32 [requests], int32 [max_num_reqs, nodes + 1]
     sampled_ptr,
     num_sampled_ptr,
@@ -180,7 +182,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     drafts = tl.load(cu_num_logits_ptr + request + 1).to(tl.int64) - start - 1
     slot = tl.load(slots_ptr + request).to(tl.int64)
     # A tree that was not attended as one has its first row right, and no other.
-    if (trees == 0) & (tl.load(chain_ptr + slot) == 0):
+    if (tl.load(refusing_ptr) != 0) & (tl.load(chain_ptr + slot) == 0):
         drafts = drafts * 0
     row = tl.arange(0, ROWS)
     is_node = (row > 0) & (row <= drafts)

@@ -59,12 +59,8 @@ def why_not(vllm_config: Any, config: Any) -> str | None:
         return f"rejection_sample_method is {speculative.rejection_sample_method!r}"
     if getattr(speculative, "enable_adaptive_verification", False):
         return "adaptive verification shortens windows by its own scores"
-    if config.draft_tokens is not None:
-        return "the number of draft tokens is chosen step by step (draft_tokens)"
     if Mode.STAGE not in config.modes:
         return "mode 'stage' is not enabled"
-    if parallel.tensor_parallel_size > 1:
-        return "tensor parallelism: a rank with a fault would attend to other rows than its peers"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline stages hold windows back as chains"
     lengths = {drafts for _, _, drafts in speculative.num_speculative_tokens_per_batch_size or ()}

@@ -27,14 +27,16 @@ class TreeSampler(RejectionSampler):
     Args:
         stock: the one that vLLM has made.
         tables: the rank's trees.
-        staged: returns whether all windows of the open step attended as their trees say.
+        refusing: returns float32 [at least 1], 0 where all windows of the open step attended as trees.
 
     """
 
-    def __init__(self, stock: RejectionSampler, tables: TreeTables, staged: Callable[[], bool]) -> None:
+    def __init__(
+        self, stock: RejectionSampler, tables: TreeTables, refusing: Callable[[], torch.Tensor]
+    ) -> None:
         self.__dict__.update(vars(stock))
         self._tables = tables
-        self._staged = staged
+        self._refusing = refusing
         self._slots: torch.Tensor | None = None
         self._rows = len(tables.path) * (tables.shape.nodes + 1)
         self._workspace = ops.make_argmax_workspace(self._rows, tables.path.device)
@@ -74,7 +76,7 @@ class TreeSampler(RejectionSampler):
             verify_draft_sampled,
             cu_num_logits,
             idx_mapping,
-            self._staged(),
+            self._refusing(),
             synthetic,
         )
         self._slots = idx_mapping

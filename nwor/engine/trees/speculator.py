@@ -18,17 +18,17 @@ class TreeDrafts:
     Args:
         speculator: vLLM's, its model loaded.
         tables: the rank's trees.
-        chains_only: returns whether the next windows cannot be attended as trees.
+        refusing: returns float32 [at least 1], 0 where the next windows can be attended as trees.
 
     Attributes:
         growth: the passes of grown trees; None for combs, whose passes are vLLM's own.
 
     """
 
-    def __init__(self, speculator: Any, tables: TreeTables, chains_only: Callable[[], bool]) -> None:
+    def __init__(self, speculator: Any, tables: TreeTables, refusing: Callable[[], torch.Tensor]) -> None:
         self._speculator = speculator
         self._tables = tables
-        self._chains_only = chains_only
+        self._refusing = refusing
         self._propose = speculator.propose
         speculator.propose = self.propose
         speculator.sample_draft = self.sample_draft
@@ -116,7 +116,7 @@ class TreeDrafts:
         )
         tokens: torch.Tensor = speculator.draft_tokens[: input_batch.num_reqs]
         if drafts == shape.nodes:
-            tables.build(input_batch.idx_mapping, tokens, self._chains_only())
+            tables.build(input_batch.idx_mapping, tokens, self._refusing())
         elif drafts:
             tables.build_chains(input_batch.idx_mapping)
         return tokens

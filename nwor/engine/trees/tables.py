@@ -67,13 +67,13 @@ class TreeTables:
             self._linear_np[slot] = linear
             self._linear_changed = True
 
-    def build(self, slots: torch.Tensor, draft_tokens: torch.Tensor, all_linear: bool) -> None:
+    def build(self, slots: torch.Tensor, draft_tokens: torch.Tensor, refusing: torch.Tensor) -> None:
         """Rank what the drafter's passes have found and keep the likeliest nodes of each request.
 
         Args:
             slots: [requests], the slot of each request of the batch.
             draft_tokens: int64 [at least requests, nodes], written.
-            all_linear: whether the next windows of all requests have to be chains.
+            refusing: float32 [at least 1]: all next windows have to be chains, unless it is 0.
 
         """
         if self._linear_changed:
@@ -84,7 +84,7 @@ class TreeTables:
             return
         if self.candidates is not None:
             tables = self._parents, self._depths, self._masks, self._chains
-            self.candidates.select(slots, self._linear, draft_tokens, tables, all_linear)
+            self.candidates.select(slots, self._linear, draft_tokens, tables, refusing)
             return
         kernels.build_comb_kernel[(len(slots),)](
             self.tokens,
@@ -98,7 +98,7 @@ class TreeTables:
             self._masks,
             self._chains,
             shape.nodes,
-            int(all_linear),
+            refusing,
             DEPTH=shape.depth,
             WIDTH=shape.width,
             CANDIDATES=kernels.next_power_of_two(shape.depth * shape.width),
@@ -151,7 +151,7 @@ class TreeTables:
         tokens: torch.Tensor,
         cu_num_logits: torch.Tensor,
         slots: torch.Tensor,
-        trees: bool,
+        refusing: torch.Tensor,
         synthetic: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Follow the target's own tokens through the windows of some requests.
@@ -161,7 +161,8 @@ class TreeTables:
             tokens: [logits]: the token of each row; negative where it must not be accepted.
             cu_num_logits: int32 [requests + 1]: where each request's rows begin.
             slots: [requests].
-            trees: whether all rows attended as their trees say. Where not, chains alone accept.
+            refusing: float32 [at least 1]: 0 where all rows attended as their trees say. Else chains alone
+                accept.
             synthetic: seeds by slot, positions of the rows and rates by depth, where chance decides; None
                 where tokens are compared.
 
@@ -182,7 +183,7 @@ class TreeTables:
             self._parents,
             self._chains,
             self.shape.nodes,
-            int(trees),
+            refusing,
             sampled,
             num_sampled,
             self.path,
@@ -215,6 +216,29 @@ class TreeTables:
             ROWS=self._rows,
             num_warps=1,
         )
+
+    def settle_plainly(self, batch: Any, num_sampled: torch.Tensor) -> None:
+        """Do as :meth:`settle` by PyTorch's own kernels, where ours could not be launched.
+
+        Without these rows the cache would lack the keys and values of tokens that requests have got.
+
+        Args:
+            batch: as above.
+            num_sampled: likewise.
+
+        """
+        starts, logits = batch.query_start_loc, batch.cu_num_logits
+        row = torch.arange(batch.num_tokens, dtype=torch.int32, device=self._device)
+        ends = starts[1 : batch.num_reqs + 1].contiguous()
+        request = torch.searchsorted(ends, row, right=True).clamp(max=batch.num_reqs - 1)
+        start, length = starts[request], ends[request] - starts[request]
+        lead = length - (logits[request + 1] - logits[request])
+        node = row - start - lead
+        way = self.path[batch.idx_mapping[request].long(), node.clamp(0, self.shape.nodes).long()]
+        source = torch.where(node < num_sampled[request], start + lead + way, -1)
+        source = torch.where(node <= 0, row, source)
+        old = self.source_rows[: batch.num_tokens]
+        old.copy_(torch.where(length > self.shape.nodes + 1, old, source.to(torch.int32)))
 
     def flatten(self, batch: Any, states: list[torch.Tensor]) -> None:
         """Put what the drafter reads of a step into the order of a chain, in place.

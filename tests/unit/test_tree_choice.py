@@ -1,0 +1,181 @@
+"""Claim: among none, chains and trees the engine chooses what gives most tokens, and follows load and text.
+
+Coverage: candidates and bounds beside a tree; the choice against every candidate held to, by simulation;
+texts that change; windows that are parts of trees; bounds that leave trees out while the engine runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nwor.config import DraftBounds, NworConfig
+from nwor.counts.records import StepRecord, Treatment, WorkerFacts
+from nwor.draft_costs import StepCosts, settle
+from nwor.engine.draft_lengths import policy as policies
+from nwor.engine.draft_lengths.lookup import DraftLengths
+from nwor.engine.draft_lengths.policy import DraftLengthPolicy
+from nwor.errors import ConfigError
+from nwor.tree_shape import TreeShape
+
+SHAPE = TreeShape.of(16, 6)
+BOUNDS = DraftBounds().with_tree(SHAPE)
+#: Chance of a chain's draft, and of a tree's level, that it is accepted after those before.
+CHAIN, TREE = 0.75, 0.88
+
+
+def _costs(floor: float = 0.005, row: float = 27e-6, draft: float = 0.0003) -> StepCosts:
+    """Rows are free up to a floor; a tree's drafter has a chain's passes, each with more rows."""
+    numbers, requests = BOUNDS.candidates, (1, 4, 16, 64, 128, 256)
+
+    def seconds(count: int, drafts: int) -> float:
+        passes = SHAPE.depth * 1.5 if drafts == SHAPE.nodes else max(drafts, 1)
+        return max(floor, row * count * (drafts + 1)) + draft * passes
+
+    return StepCosts(requests, numbers, tuple(tuple(seconds(b, k) for k in numbers) for b in requests))
+
+
+def _accepted(generator: np.random.Generator, drafts: int, windows: int, chain: float, tree: float) -> Any:
+    levels, chance = (SHAPE.depth, tree) if drafts == SHAPE.nodes else (drafts, chain)
+    going = generator.random((windows, levels)) < chance
+    return going.cumprod(axis=1).sum(axis=1).astype(np.int32)
+
+
+def _run(
+    policy: DraftLengthPolicy,
+    number: Callable[[int], int],
+    requests: int,
+    steps: int,
+    chances: tuple[float, float] = (CHAIN, TREE),
+    seed: int = 0,
+) -> tuple[float, list[int]]:
+    """Return tokens a second on the device that the costs describe, and the number of each step."""
+    generator, costs = np.random.default_rng(seed), _costs()
+    tokens = seconds = 0.0
+    made = []
+    for _ in range(steps):
+        drafts = number(requests)
+        made.append(drafts)
+        accepted = _accepted(generator, drafts, requests, *chances)
+        took = costs.step(requests, drafts)
+        tokens += requests + accepted.sum()
+        seconds += took
+        if drafts:
+            policy.observe(drafts, accepted)
+        policy.observe_step(requests, drafts, 0, requests + float(accepted.sum()), took)
+    return tokens / seconds, made
+
+
+def _policy() -> DraftLengthPolicy:
+    policy = DraftLengthPolicy(BOUNDS)
+    policy.take_costs(_costs())
+    return policy
+
+
+def test_candidates_are_chains_as_deep_as_the_tree_and_the_tree() -> None:
+    assert BOUNDS.candidates == (0, 1, 2, 3, 4, 6, 16)
+    assert str(BOUNDS) == "auto:0-16"
+    assert DraftBounds.parse("auto:2-16").with_tree(SHAPE).candidates == (2, 3, 4, 6, 16)
+    assert DraftBounds.parse("auto:9-16").with_tree(SHAPE).candidates == (16,)
+    assert DraftBounds().with_tree(TreeShape.of(12, 3)).candidates == (0, 1, 2, 3, 12)
+    # A tree of one way is a chain.
+    assert DraftBounds().with_tree(TreeShape.of(4, 4)).candidates == (0, 1, 2, 3, 4)
+    assert BOUNDS.fixed == 4
+    assert DraftBounds().with_tree(TreeShape.of(12, 3)).fixed == 3
+    with pytest.raises(ConfigError, match="end at 12, and the tree has 16 nodes: use auto, or auto:1-16"):
+        DraftBounds.parse("auto:1-12").with_tree(SHAPE)
+
+
+def test_settings_come_back_as_they_were() -> None:
+    config = NworConfig.from_mapping({"draft_tokens": "auto", "tree": {"nodes": 16}})
+    assert config.draft_tokens is not None
+    assert config.draft_tokens.candidates == BOUNDS.candidates
+    again = NworConfig.from_mapping(config.to_mapping())
+    assert again == config
+    assert again.draft_tokens is not None
+    assert again.draft_tokens.tree == SHAPE
+
+
+@pytest.mark.parametrize("requests", [1, 4, 16, 64, 256])
+def test_no_candidate_held_to_gives_more(requests: int) -> None:
+    steps = max(1500, 8000 // requests)
+    held = {k: _run(_policy(), lambda _, k=k: k, requests, steps, seed=1)[0] for k in BOUNDS.candidates}
+    policy = _policy()
+    _run(policy, policy.choose, requests, 1500)
+    rate, made = _run(policy, policy.choose, requests, steps, seed=1)
+    assert rate > 0.97 * max(held.values())
+    best = max(held, key=held.__getitem__)
+    assert (made.count(16) > len(made) // 2) == (best == 16)
+    # The device is such that both happen.
+    assert (best == 16) == (requests <= 4)
+
+
+def test_trees_are_left_where_the_text_has_nothing_for_them_and_found_again() -> None:
+    policy = _policy()
+    _run(policy, policy.choose, 2, 2000)
+    assert policy.chosen == 16
+    # Runners-up are of no use here.
+    _, made = _run(policy, policy.choose, 2, 6000, (CHAIN, CHAIN))
+    assert policy.chosen in (3, 4, 6)
+    # Trees are still tried, and so are longer chains where there are any.
+    late = made[-4000:]
+    assert 0 < late.count(16) < len(late) // 20
+    _run(policy, policy.choose, 2, 8000)
+    assert policy.chosen == 16
+
+
+def test_chains_are_tried_beside_trees() -> None:
+    """What chains would give stays known, though all windows are trees."""
+    policy = _policy()
+    _run(policy, policy.choose, 2, 2000)
+    assert policy.chosen == 16
+    _run(policy, policy.choose, 2, 12000, (0.97, 0.97))
+    assert policy.chosen == 6
+
+
+def test_trees_that_cannot_pay_are_not_tried() -> None:
+    policy = _policy()
+    _run(policy, policy.choose, 256, 1000)
+    _, made = _run(policy, policy.choose, 256, 2 * policies.PROBE_EVERY)
+    assert 16 not in made
+
+
+def _record(drafts: list[int], sampled: list[int], facts: WorkerFacts) -> StepRecord:
+    as_bytes = [np.array(values, np.int32).tobytes() for values in (drafts, sampled)]
+    treatment = Treatment(facts.mode, as_bytes[0], len(drafts), sum(drafts) + len(drafts))
+    return StepRecord([str(index) for index in range(len(drafts))], treatment, as_bytes[1], facts, 0)
+
+
+@pytest.mark.parametrize(("drafts", "trees", "chains"), [((16, 3), 1, 0), ((9,), 0, 0), ((3, 2), 0, 2)])
+def test_parts_of_trees_are_no_chains(drafts: tuple[int, ...], trees: int, chains: int) -> None:
+    lengths, facts = DraftLengths(BOUNDS), WorkerFacts("stage", 1, 1)
+    for _ in range(64):
+        lengths.observe(_record(list(drafts), [2] * len(drafts), facts))
+    policy = lengths.policy
+    assert (policy.tree_acceptance._tried[0] > 0) == (trees > 0)
+    assert policy.acceptance._tried[0] == pytest.approx(64 * chains, rel=0.1)
+    assert policy.tree_acceptance._tried[0] == pytest.approx(64 * trees, rel=0.1)
+
+
+def test_bounds_below_its_nodes_leave_trees_out() -> None:
+    lengths = DraftLengths(BOUNDS)
+    lengths.take_costs(_costs())
+    facts = WorkerFacts("stage", 1, 1, None, settle(BOUNDS, "auto:0-6"))
+    for _ in range(400):
+        lengths.follow(facts)
+        assert lengths[1] <= 6
+    lengths.follow(WorkerFacts("stage", 1, 1, None, settle(BOUNDS, "16")))
+    assert lengths[300] == 16
+    lengths.follow(WorkerFacts("stage", 1, 1, None, settle(BOUNDS, "auto")))
+    for _ in range(400):
+        number = lengths[1]
+        lengths.policy.observe(number, np.full(1, SHAPE.depth if number == 16 else min(number, 2), np.int32))
+    assert lengths.policy.chosen == 16
+    explained = lengths.explain()
+    assert explained["why"].startswith("trees of 16 draft tokens give")
+    assert len(explained["tree_acceptance"]) == SHAPE.depth
+    with pytest.raises(ConfigError, match="no CUDA graphs"):
+        settle(BOUNDS, "8")
