@@ -42,6 +42,7 @@ MTP_MODEL_TYPES = frozenset({
     "pangu_ultra_moe", "kimi_k3", "ernie4_5_moe", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "qwen3_5",
     "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "intern_s2_preview", "interns2_mobius",
     "bailing_hybrid", "exaone_moe", "exaone4_5", "longcat_flash", "step3p5", "step3p7", "hy_v3", "hy_v4",
+    "step5", "step5_vl", "step5_mtp",
     "inkling_model", "inkling_mm_model", "gemma4_assistant", "gemma4_unified_assistant", "minimax_m3_vl",
     "mtp", "deepseek_mtp", "dots3_note_mtp", "mimo_mtp", "mimo_v2_mtp", "glm4_moe_mtp",
     "glm4_moe_lite_mtp", "glm_ocr_mtp", "ernie_mtp", "nemotron_h_mtp", "exaone_moe_mtp", "qwen3_next_mtp",
@@ -56,7 +57,7 @@ MTP_ARCHITECTURES = frozenset({
     "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmOcrForConditionalGeneration",
     "BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration", "Step3p5ForCausalLM",
-    "Step3p7ForConditionalGeneration",
+    "Step3p7ForConditionalGeneration", "Step5ForCausalLM", "Step5ForConditionalGeneration",
 })
 # fmt: on
 #: Wrappers whose language model carries the layers, if any does.

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from nwor.config import NworConfig
 from nwor.errors import ConfigError
@@ -127,6 +127,7 @@ def use_draft(args: argparse.Namespace, default: int | str, device_type: str) ->
         raise UsageError(f"{flag} and {other} both configure speculative decoding: drop one of them")
     drafter = _drafter(args)
     model = args.draft if args.draft is not None else args.model
+    _check_vllm(drafter.method)
     _check_path(drafter.method, model)
     _check_runner(drafter.method)
     if drafter.method == "ngram_gpu" and device_type == "cpu":
@@ -151,6 +152,23 @@ def use_draft(args: argparse.Namespace, default: int | str, device_type: str) ->
         config["draft_sample_method"] = "probabilistic"
     args.speculative_config = {**config, **lengths}
     _announce(args, drafter, lengths["num_speculative_tokens"])
+
+
+def _check_vllm(method: str) -> None:
+    """Refuse a way to draft that the vLLM that is installed does not have.
+
+    Raises:
+        UsageError: it does not, with what to do.
+
+    """
+    import vllm
+    from vllm.config import speculative
+
+    if METHODS[method]["method"] not in get_args(speculative.SpeculativeMethod):
+        raise UsageError(
+            f"vLLM {vllm.__version__} does not draft by {method}: use another draft, or a vLLM that does "
+            "(docs/drafters.md)"
+        )
 
 
 def _use_tree(args: argparse.Namespace, method: str) -> None:

@@ -74,7 +74,7 @@ class WindowManager:
         target_layers: Mapping[str, Any],
         slot_keys: Mapping[str, int],
         cache_views: CacheViews,
-        backend: Any,
+        backends: Sequence[Any],
         stages: PipelineStages | None = None,
     ) -> None:
         """Attach the target's attention layers to this rank's window, once the cache is allocated.
@@ -83,7 +83,7 @@ class WindowManager:
             target_layers: every attention layer of the target model by name; no draft layer.
             slot_keys: which slot mapping (KV-cache group) each layer uses.
             cache_views: how to see a layer's cache as strided K and V.
-            backend: the attention backend that takes part.
+            backends: the attention backends that take part.
             stages: the pipeline stages, all of which call this; None where there are none.
 
         """
@@ -100,7 +100,7 @@ class WindowManager:
                 check_graphs(self.vllm_config.compilation_config)
             attachment = Attachment(self.vllm_config, self.device, self.state, self.longest_window)
             self.window, layer_contexts = attachment.layer_contexts(
-                target_layers, slot_keys, cache_views, backend
+                target_layers, slot_keys, cache_views, backends
             )
         except Unsupported as found:
             verdict = (found.reason, str(found))
@@ -174,8 +174,12 @@ class WindowManager:
         return next((found for found, _, _ in said if found is not None), None)
 
     def stage_nothing(self, reason: str, detail: str) -> None:
-        """Refuse while the engine starts, when nothing has been counted yet."""
+        """Refuse while the engine starts, when nothing has been counted yet.
+
+        What failed in a step of vLLM's warm-up before is the same error, and no fault of a running engine.
+        """
         state = self.state
+        state.fault, state.mode, state.switches = None, state.config.mode, 0
         state.token_bytes = state.source_token_bytes = 0
         state.other_token_bytes = state.other_source_bytes = 0
         self.refuse(reason, detail)

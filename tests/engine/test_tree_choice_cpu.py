@@ -20,7 +20,8 @@ from nwor.tree_shape import TreeShape
 from tests import pipeline_runs
 from tests.engine import contexts, engines, tree_stand_ins
 from tests.engine.runner import V2
-from tests.engine.test_trees_cpu import SETTINGS, drive, make_engine, plain  # noqa: F401
+from tests.engine.test_trees_cpu import make_engine, plain  # noqa: F401
+from tests.engine.tree_runs import SETTINGS, drive
 
 pytestmark = [
     pytest.mark.engine,

@@ -12,22 +12,31 @@ differ from those without speculation by 1e-4 at most: attention adds up in anot
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from math import exp, log
 from typing import Any
 
 import pytest
 import torch
 
-from server import cpu_sampling
+from server import cpu_sampling, demo
 from tests import pipeline_runs
-from tests.conftest import SLOW
 from tests.engine import contexts, engines, poison, tree_stand_ins
 from tests.engine.breaking import MESSAGE
 from tests.engine.runner import V2
+from tests.engine.tree_decoder import TreeDecoder
+from tests.engine.tree_runs import (
+    CHANCES,
+    MADE,
+    SETTINGS,
+    Plain,
+    Requests,
+    drive,
+    generate,
+    params_of,
+    prompt_of,
+    tokens_of,
+)
 
 pytestmark = [
     pytest.mark.engine,
@@ -60,137 +69,6 @@ def _shapes(*shapes: dict[str, Any], more: Sequence[dict[str, Any]] = ()) -> Any
     return pytest.mark.parametrize("engine", cases, indirect=True)
 
 
-#: Little of everything, so that requests meet each limit.
-SETTINGS: dict[str, Any] = engines.PROBED | {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 48,
-    "num_gpu_blocks_override": 9,
-    "max_model_len": 192,
-}
-BODIES = ["return a + b", "for i in range(10):\n        total += i", "raise ValueError(message)", "x = {"]
-#: A prompt whose continuations are not certain.
-CHANCES = "def "
-#: Requests of each test, by name: prompts, and what is asked of each.
-Requests = list[tuple[Any, dict[str, Any]]]
-
-
-def _prompt(index: int) -> str:
-    return f"class Item{index % 9}:\n    def method_{index}(self, a, b):\n        " + BODIES[index % 4] * (
-        1 + index % 3
-    )
-
-
-def _long(index: int, tokens: int) -> dict[str, Any]:
-    """Return a prompt of so many tokens that reads like code."""
-    return {"prompt_token_ids": (_ids(_prompt(index)) * 20)[:tokens]}
-
-
-def _ids(text: str) -> list[int]:
-    from transformers import AutoTokenizer
-
-    from server import demo
-
-    if not _tokenizer:
-        _tokenizer.append(AutoTokenizer.from_pretrained(str(demo.model_path())))
-    ids: list[int] = _tokenizer[0].encode(text)
-    return ids
-
-
-_tokenizer: list[Any] = []
-
-
-def _requests() -> dict[str, Requests]:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    common = _ids("self")[-1]
-    seeded = {"temperature": 0.8}
-    regex = StructuredOutputsParams(regex=r"(yes|no): [0-9]{2}-[a-f]{4}")
-    found: dict[str, Requests] = {
-        "greedy": [(_prompt(i), {"max_tokens": 14}) for i in (0, 3, 9, 1)]
-        + [(_long(5, 70), {"max_tokens": 5})],
-        "seeded": [(_prompt(i), {"max_tokens": 6, "seed": 20 + i, **seeded}) for i in range(2)],
-        "long": [(_long(i, 45), {"max_tokens": 14}) for i in range(4)],
-        "end": [(_long(i, 183 + i), {"max_tokens": 20}) for i in range(2)],
-        "several": [(_prompt(2), {"n": 2, "max_tokens": 4, "seed": 3, **seeded})],
-        "logprobs": [
-            (_prompt(0), {"logprobs": 5, "max_tokens": 8}),
-            (_prompt(1), {"logprobs": 3, "max_tokens": 5, "seed": 4, **seeded}),
-            (_prompt(2), {"max_tokens": 6}),
-        ],
-        "chains": [
-            (_prompt(0), {}),
-            (_prompt(1), {"repetition_penalty": 1.3, "frequency_penalty": 0.4}),
-            (_prompt(2), {"presence_penalty": 0.7, "stop_token_ids": [common]}),
-            (_prompt(3), {"bad_words": [" self", "a"]}),
-            (_prompt(4), {"structured_outputs": regex, "ignore_eos": False, "max_tokens": 24}),
-            (_prompt(6), {"repetition_penalty": 1.2, "seed": 5, "max_tokens": 4, **seeded}),
-            (_prompt(5), {"max_tokens": 8}),
-        ],
-        "trees": [
-            (_prompt(0), {"min_tokens": 6, "stop_token_ids": [common, 1]}),
-            (_prompt(1), {"allowed_token_ids": list(range(50, 300))}),
-            (_prompt(2), {"top_k": 20, "top_p": 0.9, "seed": 6, "max_tokens": 5, **seeded}),
-        ],
-        "many": [
-            (f"# {i}\n" + _prompt(i), {"max_tokens": 16, **({"seed": i, **seeded} if i >= 185 else {})})
-            for i in range(200 if os.environ.get(SLOW) else 0)
-        ],
-        "one token": [(_prompt(i), {"allowed_token_ids": [0], "max_tokens": 9}) for i in range(3)],
-    }
-    return found
-
-
-def _params(own: dict[str, Any]) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 7, "ignore_eos": True, **own})
-
-
-def _run(llm: Any, requests: Requests) -> list[Any]:
-    return list(
-        llm.generate(
-            [prompt for prompt, _ in requests], [_params(own) for _, own in requests], use_tqdm=False
-        )
-    )
-
-
-def _tokens(outputs: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [tuple(answer.token_ids) for output in outputs for answer in output.outputs]
-
-
-_plain: list[Plain] = []
-
-
-class Plain:
-    """What an engine without speculation has made of the same requests, of all of them at once."""
-
-    def __init__(self, llm: Any) -> None:
-        self.requests = _requests()
-        with contexts.read(llm) as self.contexts:
-            made = iter(_run(llm, list(itertools.chain(*self.requests.values()))))
-        self.outputs = {name: [next(made) for _ in own] for name, own in self.requests.items()}
-        self.chances = {way: exp(value) for way, value in self._ways(llm, 3).items()}
-
-    def _ways(self, llm: Any, length: int) -> dict[tuple[int, ...], float]:
-        """Return the log-probability of each answer to :data:`CHANCES`, of two likely tokens a place."""
-        ways: dict[tuple[int, ...], float] = {(): 0.0}
-        start = _ids(CHANCES)
-        for _ in range(length):
-            prompts = [{"prompt_token_ids": [*start, *way]} for way in ways]
-            outputs = _run(llm, [(prompt, {"max_tokens": 1, "logprobs": 2}) for prompt in prompts])
-            further = {}
-            for (way, value), output in zip(ways.items(), outputs, strict=True):
-                likely = sorted((x.logprob, t) for t, x in output.outputs[0].logprobs[0].items())[-2:]
-                total = log(sum(exp(logprob) for logprob, _ in likely))
-                further |= {(*way, token): value + logprob - total for logprob, token in likely}
-            ways = further
-        return ways
-
-    def tokens(self, name: str) -> list[tuple[int, ...]]:
-        """Return the tokens of a test's requests."""
-        return _tokens(self.outputs[name])
-
-
 @pytest.fixture(scope="module")
 def make_engine() -> Iterator[Callable[..., Any]]:
     with engines.one_at_a_time() as make, pytest.MonkeyPatch.context() as patch:
@@ -202,8 +80,8 @@ def make_engine() -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="module")
 def plain(make_engine: Callable[..., Any]) -> Plain:
     """What an engine without speculation answers, made once for all files of this process."""
-    if _plain:
-        return _plain[0]
+    if MADE:
+        return MADE[0]
     settings: dict[str, Any] = {
         **engines.PROBED,
         "max_num_seqs": 64,
@@ -220,7 +98,7 @@ def plain(make_engine: Callable[..., Any]) -> Plain:
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
     _cached_get_attn_backend.cache_clear()
-    _plain.append(found)
+    MADE.append(found)
     return found
 
 
@@ -300,8 +178,8 @@ def _watch(
 
 def _compare(llm: Any, plain: Plain, name: str, mode: str = "stage") -> dict[str, Any]:
     """Run a test's requests, compare their tokens, and return what was seen."""
-    outputs, seen = _watch(llm, plain, lambda: _run(llm, plain.requests[name]), mode)
-    assert _tokens(outputs) == plain.tokens(name)
+    outputs, seen = _watch(llm, plain, lambda: generate(llm, plain.requests[name]), mode)
+    assert tokens_of(outputs) == plain.tokens(name)
     return seen
 
 
@@ -356,8 +234,8 @@ def test_limits(engine: Any, plain: Plain, name: str) -> None:
 def test_prefix_hits(engine: Any, plain: Plain) -> None:
     requests = plain.requests["end"][:1]
     before = pipeline_runs.counter(engine, "vllm:prefix_cache_hits")
-    outputs, _ = _watch(engine, plain, lambda: _run(engine, requests) + _run(engine, requests))
-    assert _tokens(outputs) == plain.tokens("end")[:1] * 2
+    outputs, _ = _watch(engine, plain, lambda: generate(engine, requests) + generate(engine, requests))
+    assert tokens_of(outputs) == plain.tokens("end")[:1] * 2
     assert pipeline_runs.counter(engine, "vllm:prefix_cache_hits") > before
 
 
@@ -367,24 +245,9 @@ def test_the_kernels_themselves(engine: Any, plain: Plain, monkeypatch: pytest.M
     from nwor.engine.trees.top_tokens import top_tokens
 
     monkeypatch.setattr("nwor.engine.trees.growth.top_tokens", top_tokens)
-    outputs, seen = _watch(engine, plain, lambda: _run(engine, plain.requests["greedy"][:1]))
-    assert _tokens(outputs) == plain.tokens("greedy")[:1]
+    outputs, seen = _watch(engine, plain, lambda: generate(engine, plain.requests["greedy"][:1]))
+    assert tokens_of(outputs) == plain.tokens("greedy")[:1]
     assert seen["accepted"] > 0
-
-
-def drive(llm: Any, requests: Requests, before_step: Callable[[int], None]) -> dict[str, tuple[int, ...]]:
-    """Run requests, whose names are their numbers, and return the tokens of those that end."""
-    core, done = llm.llm_engine, {}
-    for index, (prompt, own) in enumerate(requests):
-        core.add_request(str(index), prompt, _params(own))
-    for step in itertools.count():
-        if not core.has_unfinished_requests():
-            return done
-        before_step(step)
-        for output in core.step():
-            if output.finished:
-                done[output.request_id] = tuple(output.outputs[0].token_ids)
-    raise AssertionError
 
 
 @_shapes(COMB, more=[GROWN])
@@ -396,7 +259,7 @@ def test_aborts_and_preemption_of_all(engine: Any, plain: Plain) -> None:
         if step in (3, 5):
             engine.llm_engine.abort_request([str((step - 3) // 2)])
             prompt, own = requests[3]
-            engine.llm_engine.add_request(f"again {step}", prompt, _params(own))
+            engine.llm_engine.add_request(f"again {step}", prompt, params_of(own))
         if step == 7:
             assert engine.reset_prefix_cache(reset_running_requests=True)
 
@@ -450,11 +313,11 @@ def test_a_fault_costs_nothing(engine: Any, plain: Plain, where: str, steps: int
 
     def run() -> list[Any]:
         engine.collective_rpc("break_once", args=(where, steps))
-        return _run(engine, [requests[index] for index in chosen])
+        return generate(engine, [requests[index] for index in chosen])
 
     outputs, seen = _watch(engine, plain, run, fault=where)
     assert engine.collective_rpc("was_broken")[0] == where
-    assert _tokens(outputs) == [plain.tokens("greedy")[index] for index in chosen]
+    assert tokens_of(outputs) == [plain.tokens("greedy")[index] for index in chosen]
     assert _report(engine)["mode"] == "off"
     assert seen["failed"] > 0
     assert seen["direct"] == (0 if where in COMMITTED else seen["failed"])
@@ -462,11 +325,11 @@ def test_a_fault_costs_nothing(engine: Any, plain: Plain, where: str, steps: int
 
 @_shapes(COMB, more=[GROWN])
 def test_a_request_fails_alone(engine: Any, plain: Plain) -> None:
-    poisoned = (_prompt(3), {"bad_words": [" self"], "max_tokens": 6})
+    poisoned = (prompt_of(3), {"bad_words": [" self"], "max_tokens": 6})
     requests = [*plain.requests["greedy"][:2], poisoned]
     with poison.sampling():
-        outputs, seen = _watch(engine, plain, lambda: _run(engine, requests))
-    assert _tokens(outputs)[:2] == plain.tokens("greedy")[:2]
+        outputs, seen = _watch(engine, plain, lambda: generate(engine, requests))
+    assert tokens_of(outputs)[:2] == plain.tokens("greedy")[:2]
     assert outputs[2].outputs[0].finish_reason == "error"
     assert seen["branched"] > 0
 
@@ -478,8 +341,8 @@ def test_a_drafter_that_fails_costs_drafts_alone(engine: Any, plain: Plain) -> N
     for table in (tables._parents, tables._depths, tables._masks, tables._chains):
         table.zero_()  # as in an engine that has just started
     with poison.drafting(contexts.runner_of(engine)):
-        outputs, _ = _watch(engine, plain, lambda: _run(engine, plain.requests["one token"]))
-    assert _tokens(outputs) == plain.tokens("one token")
+        outputs, _ = _watch(engine, plain, lambda: generate(engine, plain.requests["one token"]))
+    assert tokens_of(outputs) == plain.tokens("one token")
     assert _compare(engine, plain, "long")["accepted"] > 0
 
 
@@ -492,8 +355,8 @@ def test_requests_that_need_chains(engine: Any, plain: Plain) -> None:
 
 @_shapes(COMB, more=[GROWN])
 def test_logprobs(engine: Any, plain: Plain) -> None:
-    outputs, seen = _watch(engine, plain, lambda: _run(engine, plain.requests["logprobs"]))
-    assert _tokens(outputs) == plain.tokens("logprobs")
+    outputs, seen = _watch(engine, plain, lambda: generate(engine, plain.requests["logprobs"]))
+    assert tokens_of(outputs) == plain.tokens("logprobs")
     assert seen["branched"] > 0
     for output, other in zip(outputs, plain.outputs["logprobs"], strict=True):
         ours, theirs = output.outputs[0].logprobs or [], other.outputs[0].logprobs or []
@@ -508,8 +371,8 @@ def test_trees_accept_more_than_chains(engine: Any, plain: Plain) -> None:
     """In mode ``off`` windows are the chains that the same drafter finds in as many passes."""
     requests, rates, drafts = plain.requests["greedy"][:2], [], []
     for mode in ("stage", "off"):
-        outputs, seen = _watch(engine, plain, lambda: _run(engine, requests), mode)
-        assert _tokens(outputs) == plain.tokens("greedy")[:2]
+        outputs, seen = _watch(engine, plain, lambda: generate(engine, requests), mode)
+        assert tokens_of(outputs) == plain.tokens("greedy")[:2]
         assert (seen["branched"] > 0) == (mode == "stage")
         rates.append(seen["accepted"] / seen["windows"])
         drafts.append(seen["drafts"])
@@ -533,7 +396,7 @@ def test_sampled_tokens_are_as_frequent_as_likely(engine: Any, plain: Plain) -> 
     before = _report(engine)["counts"]
     own = {"temperature": 1.0, "top_k": 2, "max_tokens": 3}
     requests: Requests = [(CHANCES, {**own, "seed": 1000 + i}) for i in range(samples)]
-    seen = Counter(_tokens(_run(engine, requests)))
+    seen = Counter(tokens_of(generate(engine, requests)))
     assert _report(engine)["counts"]["accepted_tokens"] - before["accepted_tokens"] > samples // 4
     assert sum(plain.chances.values()) == pytest.approx(1.0)
     assert seen.keys() <= plain.chances.keys()
@@ -567,9 +430,49 @@ def test_trees_for_few_requests_and_chains_for_many(make_engine: Callable[..., A
             if step == 3:
                 for index in (2, 3, 4):
                     prompt, own = requests[index]
-                    llm.llm_engine.add_request(str(index), prompt, _params(own))
+                    llm.llm_engine.add_request(str(index), prompt, params_of(own))
 
         done, seen = _watch(llm, plain, lambda: drive(llm, requests[:2], before_step))
     assert done == {str(index): tokens for index, tokens in enumerate(plain.tokens("greedy"))}
     assert seen["branched"] > 0
     assert seen["chains"] > 0
+
+
+@_shapes(GROWN, COMB, more=MORE)
+def test_each_step_is_that_of_an_independent_decoder(
+    engine: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which nodes a tree has, and how far each step comes."""
+    tree = _tree_of(engine)
+    decoder = TreeDecoder(demo.model_path(), demo.draft_path())
+    tables, steps = contexts.runner_of(engine)._nwor_trees.tables, []
+    walk = tables.walk
+
+    def watched(targets: Any, tokens: Any, starts: Any, slots: Any, *others: Any) -> Any:
+        sampled, counts = walk(targets, tokens, starts, slots, *others)
+        paths: list[tuple[int, ...]] = [()]
+        for row in range(1, int(starts[1])):
+            paths.append((*paths[int(tables._parents[slots[0], row])], int(tokens[row])))
+        steps.append((paths[1:], sampled[0, : int(counts[0])].tolist()))
+        return sampled, counts
+
+    monkeypatch.setattr(tables, "walk", watched)
+    prompt, _ = plain.requests["greedy"][0]
+    _begin(engine)
+    (output,) = generate(engine, [(prompt, {"max_tokens": 24})])
+    text = [*output.prompt_token_ids, output.outputs[0].token_ids[0]]
+    lengths = Counter[int]()
+    assert steps
+    for paths, sampled in steps:
+        assert len(set(paths)) == len(paths)
+        scores = decoder.candidates(text, tree["depth"], tree["width"], tree["kind"] == "grown")
+        best = sorted(scores, key=scores.__getitem__, reverse=True)[: len(paths)]
+        # Rounding may decide between the last that stay and the first that do not.
+        last = scores[best[-1]] if best else 0.0
+        for path in set(best) ^ set(paths):
+            assert abs(scores[path] - last) < 1e-4
+        assert decoder.walk(text, set(paths)) == sampled
+        text += sampled
+        lengths[len(paths)] += 1
+    assert text[len(output.prompt_token_ids) :][:24] == list(output.outputs[0].token_ids)
+    assert lengths[tree["nodes"]] > 2

@@ -23,9 +23,13 @@ from nwor.engine.attention.cpu import NworCPUAttentionMetadataBuilder
 from nwor.engine.attention.cpu_layout import cache_views
 from nwor.engine.eligibility import Unsupported
 
+#: Whether vLLM is a build for CPUs: another lacks what writes into their caches.
+KERNELS = hasattr(torch.ops._C, "cpu_attn_reshape_and_cache")
+needs_kernels = pytest.mark.skipif(not KERNELS, reason="vLLM's kernels for CPUs are not there")
 SPECULATION = SimpleNamespace(num_speculative_tokens=4)
 
 
+@needs_kernels
 @pytest.mark.parametrize("isa", ["vec", "vec16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_views_show_what_vllm_writes(isa: str, dtype: torch.dtype) -> None:
@@ -39,6 +43,7 @@ def test_views_show_what_vllm_writes(isa: str, dtype: torch.dtype) -> None:
         assert view.count_nonzero() == written.count_nonzero()
 
 
+@needs_kernels
 def test_an_eight_bit_cache() -> None:
     if not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM has no float8 cache for this processor")
@@ -47,6 +52,7 @@ def test_an_eight_bit_cache() -> None:
     assert key_cache.shape == (3, 32, 2, 64)
 
 
+@needs_kernels
 @pytest.mark.parametrize(("isa", "dtype"), [("amx", torch.bfloat16), ("unheard-of", torch.float32)], ids=str)
 def test_other_layouts_are_refused(isa: str, dtype: torch.dtype) -> None:
     with pytest.raises(Unsupported, match=isa):

@@ -6,11 +6,12 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from server.errors import StartupError
+from server.drafters import METHODS
+from server.errors import StartupError, UsageError
 from server.speculation import use_draft
 
 MASK = 15
@@ -176,13 +177,17 @@ def test_vllm_drafts_as_the_folder_says(
     tmp_path_factory: pytest.TempPathFactory,
     model_config: Callable[[dict[str, Any]], Any],
 ) -> None:
-    from vllm.config import ParallelConfig, SpeculativeConfig
+    from vllm.config import ParallelConfig, SpeculativeConfig, speculative
 
     target, drafter, wanted, architecture, tokens = DRAFTERS[name]
     method, _, at_once = wanted.partition(" ")
     config = model_config(target)
     # Not in a test's own folder, of whose name vLLM would make something.
     draft = None if drafter is None else write(tmp_path_factory.mktemp("drafter"), drafter)
+    if METHODS[method]["method"] not in get_args(speculative.SpeculativeMethod):
+        with pytest.raises(UsageError, match=f"does not draft by {method}: use another draft"):
+            configured(config.model, draft, None)
+        return
     settings = configured(config.model, draft, method if drafter is None else None)
     made = SpeculativeConfig(**settings, target_model_config=config, target_parallel_config=ParallelConfig())
     assert (made.method, made.parallel_drafting) == (method, bool(at_once))

@@ -134,3 +134,15 @@ def test_switch_refuses_a_mode_that_was_not_enabled():
     with pytest.raises(ValueError, match="not enabled"):
         window_manager.state.switch(Mode.STAGE)
     assert window_manager.state.mode is Mode.OFF
+
+
+def test_an_error_of_the_warm_up_is_no_fault_beside_that_of_the_capture():
+    window_manager = _window_manager()
+    state = window_manager.state
+    state.fail("stage", RuntimeError("broken"))
+    assert (state.mode, state.switches) == (Mode.OFF, 1)
+    window_manager.stage_nothing("capture", "stage: broken")
+    assert (state.fault, state.mode, state.switches) == (None, Mode.STAGE, 0)
+    report = state.report()
+    assert (report["mode"], report["mode_asked"]) == ("off", "stage")
+    assert report["unsupported"] == {"reason": "capture", "detail": "stage: broken"}
