@@ -123,10 +123,10 @@ def main(argv: list[str]) -> int:
         arm.server: servers.command(
             arm.server,
             target,
-            models.speculation(draft, method, arm.k, args.acceptance, arm.chosen),
+            models.speculation(draft, method, arm, args.acceptance, args.max_seqs),
             common,
             modes,
-            arm.k if arm.chosen else None,
+            arm,
         )
         for arm in args.arms
     }

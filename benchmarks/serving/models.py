@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import shapes
+from benchmarks.serving.plan import Arm
 from nwor.config import DraftBounds
+from nwor.tree_shape import schedule
 
 #: Chance that a whole run of drafts up to a position is accepted, as EAGLE-3 on Llama-3.1-8B has it in vLLM's
 #: own tests (three positions); the fourth and those behind it go on by the same factor.
@@ -94,24 +96,26 @@ def vocabulary(shape: str) -> int:
 
 
 def speculation(
-    draft: Path, method: str, k: int, acceptance: str, chosen: bool = False
+    draft: Path, method: str, arm: Arm, acceptance: str, most_requests: int
 ) -> dict[str, Any] | None:
-    """Return vLLM's ``--speculative-config``; None where k is 0.
+    """Return vLLM's ``--speculative-config``; None where an arm drafts nothing.
 
     Args:
         draft: folder of the drafter.
         method: vLLM's name of its kind.
-        k: draft tokens, or the most of them.
+        arm: what is drafted.
         acceptance: as :func:`rates` takes it.
-        chosen: whether NWOR chooses their number.
+        most_requests: of a step.
 
     """
-    if k == 0:
+    if arm.k == 0:
         return None
-    config: dict[str, Any] = {"model": str(draft), "method": method, "num_speculative_tokens": k}
-    if chosen:
-        config["num_speculative_tokens_per_batch_size"] = DraftBounds(0, k).schedule
-    forced = rates(acceptance, k)
+    config: dict[str, Any] = {"model": str(draft), "method": method, "num_speculative_tokens": arm.k}
+    if arm.chosen:
+        config["num_speculative_tokens_per_batch_size"] = DraftBounds(0, arm.k, arm.tree).schedule
+    elif arm.tree is not None:
+        config["num_speculative_tokens_per_batch_size"] = schedule(arm.tree, None, most_requests)
+    forced = rates(acceptance, arm.k)
     if forced is not None:
         config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": forced}
     return config

@@ -7,10 +7,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nwor.tree_shape import TreeShape
+
 #: Modes of an NWOR server; each is an arm of its own.
 MODES = ("off", "stage", "cow")
 STOCK = "stock"
 AUTO = "auto"
+#: Windows are trees for few requests, and chains for more; where the engine chooses, behind :data:`AUTO`.
+TREE = "tree"
 #: Most draft tokens of the arm that chooses them.
 MOST_CHOSEN = 8
 #: The arms of the core grid.
@@ -30,6 +34,7 @@ class Arm:
         mode: ``stock``, or a mode of NWOR.
         k: draft tokens of a step; 0 is no speculation. For ``auto`` the most.
         chosen: whether the server chooses the draft tokens of each step.
+        tree: what windows of k draft tokens are; None where all are chains.
 
     """
 
@@ -37,10 +42,13 @@ class Arm:
     mode: str
     k: int
     chosen: bool = False
+    tree: TreeShape | None = None
 
     @property
     def server(self) -> str:
         """Name of the server that this arm runs on; arms of one server share it."""
+        if self.tree is not None:
+            return f"nwor@{self.name.replace('@', '-')}"
         if self.chosen:
             return "nwor@auto"
         return f"{STOCK if self.mode == STOCK else 'nwor'}@{self.k}"
@@ -49,7 +57,8 @@ class Arm:
 def parse_arm(text: str, k: int) -> Arm:
     """Return the arm that ``stock``, ``off``, ``stage``, ``cow`` names; ``@2`` behind it sets its k.
 
-    ``auto`` is ``stage`` with draft tokens that the server chooses, up to :data:`MOST_CHOSEN`.
+    ``auto`` is ``stage`` with draft tokens that the server chooses, up to :data:`MOST_CHOSEN`. ``tree@16x6``
+    is ``stage`` with trees of 16 nodes, 6 deep, and ``auto-tree@16x6`` chooses among them and chains.
 
     Raises:
         ValueError: for anything else.
@@ -57,10 +66,15 @@ def parse_arm(text: str, k: int) -> Arm:
     """
     if text.strip() == AUTO:
         return Arm(AUTO, MODES[1], MOST_CHOSEN, chosen=True)
+    if match := re.fullmatch(rf"({AUTO}-)?{TREE}@(\d+)x(\d+)(?:x(\d+))?", text.strip()):
+        nodes, depth, width = (int(number) if number else None for number in match.groups()[1:])
+        shape = TreeShape.of(nodes or 0, depth, width)
+        return Arm(text.strip(), MODES[1], shape.nodes, chosen=bool(match[1]), tree=shape)
     mode, at, number = text.strip().partition("@")
     if mode not in (STOCK, *MODES) or (at and not number.isdecimal()):
         raise ValueError(
-            f"{text!r} is no arm: use stock, {', '.join(MODES)}, auto, and @K for another k, as stock@2"
+            f"{text!r} is no arm: use stock, {', '.join(MODES)}, auto, and @K for another k, as stock@2; or "
+            "tree@16x6, auto-tree@16x6"
         )
     own = int(number) if at else k
     if own == 0 and mode != STOCK:

@@ -140,7 +140,7 @@ def command(
     speculation: Mapping[str, Any] | None,
     flags: Sequence[str],
     modes: Sequence[str],
-    chosen: int | None = None,
+    arm: Arm | None = None,
 ) -> list[str]:
     """Return a server's command line, without its port.
 
@@ -150,7 +150,7 @@ def command(
         speculation: vLLM's ``--speculative-config``.
         flags: the same for every server.
         modes: that an NWOR server may be switched to; the first is in force at the start.
-        chosen: most draft tokens where the server chooses their number; None where it is fixed.
+        arm: of an NWOR server; what it says of trees, and of draft tokens that the server chooses, is set.
 
     """
     stock = name.startswith(STOCK)
@@ -158,8 +158,12 @@ def command(
     result += ["--host", HOST, "--served-model-name", MODEL, *flags]
     if speculation is not None:
         result += ["--speculative-config", json.dumps(speculation)]
-    if chosen is not None:
-        settings = {"mode": "stage", "modes": list(modes), "draft_tokens": str(DraftBounds(0, chosen))}
+    if not stock and arm is not None and (arm.chosen or arm.tree is not None):
+        settings: dict[str, Any] = {"mode": "stage", "modes": list(modes)}
+        if arm.chosen:
+            settings["draft_tokens"] = str(DraftBounds(0, arm.k, arm.tree))
+        if arm.tree is not None:
+            settings["tree"] = arm.tree.to_mapping()
         result += ["--additional-config", json.dumps({"nwor": settings})]
     elif not stock:
         result += ["--nwor-mode", modes[0], "--nwor-modes", ",".join(modes)]

@@ -31,6 +31,8 @@ from benchmarks.serving import (
 from benchmarks.serving.__main__ import parse
 from benchmarks.serving.stream import FailedError, Stream, payload
 from benchmarks.serving.summary import Timeline
+from nwor.config import NworConfig
+from nwor.tree_shape import TreeShape
 
 RESULTS = Path(report.__file__).parent / "results"
 
@@ -107,9 +109,9 @@ def test_an_arm_with_the_usual_k_has_the_usual_name() -> None:
     assert plan.parse_arm("stock@4", 4) == plan.parse_arm("stock", 4)
 
 
-@pytest.mark.parametrize("text", ["fast", "stage@0", "stock@x", ""])
+@pytest.mark.parametrize("text", ["fast", "stage@0", "stock@x", "", "tree@16", "tree@4x6"])
 def test_other_arms_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"arm|stage"):
+    with pytest.raises(ValueError, match=r"arm|stage|depth"):
         plan.parse_arm(text, 4)
 
 
@@ -354,14 +356,30 @@ def test_commands_differ_in_the_server_alone() -> None:
 def test_the_arm_that_chooses_its_draft_tokens() -> None:
     arm = plan.parse_arm("auto", 4)
     assert (arm.server, arm.mode, arm.k, arm.chosen) == ("nwor@auto", "stage", 8, True)
-    config = models.speculation(Path("d"), "eagle", arm.k, "heads", arm.chosen)
+    config = models.speculation(Path("d"), "eagle", arm, "heads", 128)
     assert config is not None
     assert config["num_speculative_tokens"] == len(config["synthetic_acceptance_rates"]) == 8
     assert config["num_speculative_tokens_per_batch_size"] == [(1, 1, 0), (2, 2, 4)]
-    line = servers.command(arm.server, Path("m"), config, [], ["off", "stage"], arm.k)
+    line = servers.command(arm.server, Path("m"), config, [], ["off", "stage"], arm)
     settings = json.loads(line[line.index("--additional-config") + 1])["nwor"]
     assert settings == {"mode": "stage", "modes": ["off", "stage"], "draft_tokens": "auto:0-8"}
     assert "--nwor-mode" not in line
+
+
+@pytest.mark.parametrize("chooses", [False, True])
+def test_arms_with_trees(chooses: bool) -> None:
+    name = "auto-tree@16x6" if chooses else "tree@16x6"
+    arm = plan.parse_arm(name, 4)
+    assert (arm.name, arm.server, arm.k, arm.chosen) == (name, f"nwor@{name.replace('@', '-')}", 16, chooses)
+    config = models.speculation(Path("d"), "eagle", arm, "own", 128)
+    assert config is not None
+    assert config["num_speculative_tokens"] == 16
+    by_requests = [(1, 1, 0), (2, 2, 4)] if chooses else [(1, 11, 16), (12, 48, 4), (49, 128, 2)]
+    assert config["num_speculative_tokens_per_batch_size"] == by_requests
+    line = servers.command(arm.server, Path("m"), config, [], ["stage"], arm)
+    settings = NworConfig.from_mapping(json.loads(line[line.index("--additional-config") + 1])["nwor"])
+    assert settings.tree == TreeShape.of(16, 6)
+    assert str(settings.draft_tokens) == ("auto:0-16" if chooses else "None")
 
 
 def test_the_command_line_is_checked(tmp_path: Path) -> None:
