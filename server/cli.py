@@ -107,7 +107,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     resolve_models(args, default_model, current_platform.device_type)
     use_reporting_scheduler(args)
     use_one_grammar_backend(args)
-    resolve_nwor(args, speculates(args))
+    resolve_nwor(args, speculates(args), current_platform.device_type)
     eager_given, dtype_given = (
         any(arg.replace("_", "-").startswith(flags) for arg in argv)
         for flags in (("--enforce-eager", "--no-enforce-eager"), "--dtype")

@@ -24,6 +24,7 @@ _SETTINGS = {
     "nwor_modes": "modes",
     "nwor_self_check_interval": "self_check_interval",
     "nwor_mixed_graph_rows": "mixed_graph_rows",
+    "nwor_attention_backends": "attention_backends",
     "no_fast_host": "fast_host",
     "no_fast_sampling": "fast_sampling",
     "max_grammar_seconds": "grammar_seconds",
@@ -63,6 +64,13 @@ def add_nwor_options(parser: argparse.ArgumentParser) -> None:
         metavar="ROWS",
         help="Largest step that runs in one CUDA graph though prompts stand beside verification; 0 has none. "
         f"Default: {NworConfig().mixed_graph_rows}.",
+    )
+    group.add_argument(
+        "--nwor-attention-backends",
+        metavar="NAME,NAME",
+        help="vLLM's attention backends on a GPU with which windows stay out of the cache: flash, and "
+        "triton, which is experimental and has not been measured on a GPU yet. Default: "
+        f"{','.join(NworConfig().attention_backends)}.",
     )
     # None and not true where they are absent, as the other settings are.
     group.add_argument(
@@ -148,12 +156,13 @@ def add_nwor_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def resolve_nwor(args: argparse.Namespace, speculates: bool) -> None:
+def resolve_nwor(args: argparse.Namespace, speculates: bool, device_type: str = "") -> None:
     """Settle whether the engine has NWOR, and with which settings, in ``args.additional_config``.
 
     Args:
         args: the parsed command line.
         speculates: whether the engine speculates; without, there is nothing to reject.
+        device_type: vLLM's name of the device.
 
     Raises:
         UsageError: flags that contradict each other or are not valid.
@@ -182,10 +191,13 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool) -> None:
         raise UsageError(f"{first} needs speculative decoding: add --draft, or drop {first}")
     try:
         if configured:
-            NworConfig.from_additional_config(additional)
+            settings = NworConfig.from_additional_config(additional)
+            if settings is not None and settings.tree is not None:
+                _check_tree_runner("'tree' of --additional-config", device_type)
         elif speculates and not args.no_nwor and unavailable is None:
-            if "modes" in given:
-                given["modes"] = [word for word in given["modes"].split(",") if word.strip()]
+            for name in ("modes", "attention_backends"):
+                if name in given:
+                    given[name] = [word for word in given[name].split(",") if word.strip()]
             if (chosen := getattr(args, "draft_tokens", None)) is not None:
                 given["draft_tokens"] = chosen
             config = NworConfig.from_mapping(given)
@@ -193,6 +205,8 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool) -> None:
                 raise UsageError(
                     "--tree-nodes needs mode stage, the only one that holds trees: add stage to --nwor-modes"
                 )
+            if config.tree is not None:
+                _check_tree_runner("--tree-nodes", device_type)
             _check_draft_vocabulary(config, args)
             additional[CONFIG_KEY] = config.to_mapping()
         elif speculates and not args.no_nwor:
@@ -225,6 +239,27 @@ def tree_of(args: argparse.Namespace) -> TreeShape | None:
         return TreeShape.of(nodes, depth, width, kind)
     except ConfigError as error:
         raise UsageError(str(error)) from error
+
+
+def _check_tree_runner(setting: str, device_type: str) -> None:
+    """Refuse trees where vLLM would take model runner V1, or V2 would not run.
+
+    Raises:
+        UsageError: with what to do.
+
+    """
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    if device_type == "cpu" and not HAS_TRITON:
+        raise UsageError(
+            f"{setting} needs vLLM's model runner V2, and that a Triton for CPUs, which is not installed: "
+            f"serve on a GPU, or drop {setting}"
+        )
+    if envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        raise UsageError(
+            f"{setting} needs vLLM's model runner V2: drop VLLM_USE_V2_MODEL_RUNNER=0, or drop {setting}"
+        )
 
 
 def _check_draft_vocabulary(config: NworConfig, args: argparse.Namespace) -> None:

@@ -2,6 +2,8 @@
 
     python benchmarks/engine/compare.py --output benchmarks/engine/results/h200.json --budget-seconds 1500
 
+    python benchmarks/engine/compare.py --attention-backend TRITON_ATTN --modes off,stage --output triton.json
+
 For each shape and number of draft tokens an engine without a trace of NWOR and one with it start together and
 then alternate, run by run; NWOR's modes take turns within its own. Everything known so far stands in the
 output file at any time. The report beside it (`.md`) is written after each pair; report.py makes one of
@@ -63,7 +65,7 @@ class Comparison:
 
     def label(self, shape: str) -> str:
         """Return what the shape is called in the results."""
-        return shapes.label(shape, self.args.cache_dtype)
+        return shapes.label(shape, self.args.cache_dtype, self.args.attention_backend)
 
     def save(self) -> None:
         """Write what is known so far."""
@@ -154,7 +156,7 @@ class Comparison:
         command += ["--output", str(target), "--host-steps", str(host_steps)]
         command += ["--turns", f"{theirs_read},{theirs_write}", "--folder", str(target.with_suffix(""))]
         names = ("contexts", "batches", "acceptances", "repeats", "run_seconds", "most_tokens", "cache_gib")
-        for name in (*names, "cache_dtype", "capture_tokens"):
+        for name in (*names, "cache_dtype", "attention_backend", "capture_tokens"):
             command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         environment = dict(os.environ)
         if not modes:
@@ -200,6 +202,7 @@ def main() -> None:
     parser.add_argument("--most-tokens", type=int, default=1024, help="most tokens a request gains in a run")
     parser.add_argument("--host-steps", type=int, default=1000, help="steps of the host's time; 0 for none")
     parser.add_argument("--cache-dtype", default="auto", help="of the KV cache, as vLLM's --kv-cache-dtype")
+    parser.add_argument("--attention-backend", default="", help="vLLM's name; empty for its own choice")
     parser.add_argument("--capture-tokens", type=int, default=0, help="largest CUDA graph; 0 for vLLM's own")
     parser.add_argument("--cache-gib", type=float, default=40.0, help="KV cache of each engine")
     parser.add_argument("--budget-seconds", type=float, default=0, help="for everything; 0 for no limit")

@@ -25,6 +25,8 @@ from turns import Turns
 
 #: Name of the only "mode" of an engine without NWOR.
 STOCK = "stock"
+#: vLLM's name of the attention backend with which NWOR stages only where that is asked for.
+TRITON = "TRITON_ATTN"
 #: The repository: NWOR's package is taken from here where it is not installed.
 ROOT = Path(__file__).resolve().parents[2]
 #: Requests that every engine is started for, whichever batches are measured.
@@ -46,7 +48,7 @@ class Engine:
         self.turns = Turns(args.turns)
         self.record: dict[str, Any] = {
             "kind": "nwor" if self.nwor_modes else STOCK,
-            "shape": shapes.label(args.shape, args.cache_dtype),
+            "shape": shapes.label(args.shape, args.cache_dtype, args.attention_backend),
             "k": args.k,
             "modes": self.modes,
             "tree": args.tree,
@@ -82,7 +84,11 @@ class Engine:
                 settings["tree"] = {**tree, "kind": kind}
             if args.draft_vocabulary:
                 settings["draft_vocabulary"] = args.draft_vocabulary
+            if args.attention_backend == TRITON:
+                settings["attention_backends"] = ["triton"]
             extra["additional_config"] = {"nwor": settings}
+        if args.attention_backend:
+            extra["attention_backend"] = args.attention_backend
         if args.capture_tokens:
             extra["compilation_config"] = {"max_cudagraph_capture_size": args.capture_tokens}
         started = time.perf_counter()
@@ -243,6 +249,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turns", default="", help="ends of the pipes over which turns are given")
     parser.add_argument("--cache-gib", type=float, default=40.0, help="size of the KV cache")
     parser.add_argument("--cache-dtype", default="auto", help="of the KV cache, as vLLM's --kv-cache-dtype")
+    parser.add_argument("--attention-backend", default="", help="vLLM's name; empty for its own choice")
     parser.add_argument("--capture-tokens", type=int, default=0, help="largest CUDA graph; 0 for vLLM's own")
     parser.add_argument("--max-len", type=int, default=20480)
     parser.add_argument("--folder", default="/tmp/nwor-shapes")

@@ -39,9 +39,21 @@ SHAPES = {
 }
 
 
-def label(name: str, cache_dtype: str) -> str:
-    """Return what a shape is called in results: with its KV cache, where that is not of the model's type."""
-    return name if cache_dtype == "auto" else f"{name}, {cache_dtype} cache"
+def label(name: str, cache_dtype: str, attention: str = "") -> str:
+    """Return what a shape is called in results.
+
+    Args:
+        name: of the shape.
+        cache_dtype: of the KV cache; "auto" for the model's, which goes without saying.
+        attention: vLLM's attention backend; empty for its own choice, likewise.
+
+    """
+    words = [
+        name,
+        *([] if cache_dtype == "auto" else [f"{cache_dtype} cache"]),
+        *([attention] if attention else []),
+    ]
+    return ", ".join(words)
 
 
 def _config(shape: Shape, layers: int, max_len: int) -> dict[str, object]:

@@ -53,7 +53,7 @@ def launch(arm: str, args: argparse.Namespace, target: Path) -> tuple[subprocess
     command += ["--repeats", str(args.repeats), "--run-seconds", str(args.run_seconds)]
     command += ["--cache-gib", str(args.cache_gib), "--max-len", str(args.max_len), "--most-tokens", "512"]
     command += ["--turns", f"{theirs_read},{theirs_write}", "--output", str(target)]
-    command += ["--folder", str(target.with_suffix(""))]
+    command += ["--folder", str(target.with_suffix("")), "--attention-backend", args.attention_backend]
     environment = dict(os.environ)
     if arm.startswith("stock"):
         environment["NWOR_DISABLE"] = "1"
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--run-seconds", type=float, default=0.4)
     parser.add_argument("--cache-gib", type=float, default=3.0)
     parser.add_argument("--max-len", type=int, default=4096)
+    parser.add_argument("--attention-backend", default="", help="vLLM's name; empty for its own choice")
     parser.add_argument("--curves", type=Path)
     parser.add_argument("--output", required=True, type=Path)
     args = parser.parse_args()

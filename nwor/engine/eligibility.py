@@ -106,7 +106,7 @@ def check_engine(vllm_config: Any, max_window: int) -> None:
         raise Unsupported("micro_batching")
 
 
-def check_layer(name: str, layer: Any, backend: Any) -> None:
+def check_layer(name: str, layer: Any, *backends: Any) -> Any:
     """Check that a layer is plain attention, served by the classes that NWOR extends.
 
     vLLM makes other kinds by deriving from the layer, and by wrapping its backend so that another builder
@@ -116,7 +116,10 @@ def check_layer(name: str, layer: Any, backend: Any) -> None:
     Args:
         name: of the layer.
         layer: the layer's module.
-        backend: the attention backend that takes part.
+        backends: the attention backends that take part.
+
+    Returns:
+        The layer's.
 
     Raises:
         Unsupported: with the first reason found.
@@ -129,8 +132,12 @@ def check_layer(name: str, layer: Any, backend: Any) -> None:
         raise Unsupported("state_space", f"layer {name} is a {type(layer).__name__}")
     if not isinstance(layer, Attention):
         raise Unsupported("attention_backend", f"layer {name} is a {type(layer).__name__}")
-    if type(layer.impl) is not backend.get_impl_cls():
-        raise Unsupported("attention_backend", f"layer {name} uses {type(layer.impl).__name__}")
+    backend = next((each for each in backends if type(layer.impl) is each.get_impl_cls()), None)
+    if backend is None:
+        used, hint = type(layer.impl).__name__, ""
+        if used == "TritonAttentionImpl" and all(each.get_name() != "TRITON_ATTN" for each in backends):
+            hint = "; experimental: name triton in attention_backends (--nwor-attention-backends)"
+        raise Unsupported("attention_backend", f"layer {name} uses {used}{hint}")
     if type(layer) is not Attention:
         raise Unsupported(
             "attention_feature", f"layer {name} is a {type(layer).__name__}, not vLLM's plain Attention"
@@ -144,6 +151,7 @@ def check_layer(name: str, layer: Any, backend: Any) -> None:
     if writes_own_cache(layer):
         raise Unsupported("attention_feature", f"layer {name} gets no K/V: the model writes its cache itself")
     check_impl(name, layer.impl)
+    return backend
 
 
 def check_impl(name: str, impl: Any) -> None:
@@ -162,6 +170,33 @@ def check_impl(name: str, impl: Any) -> None:
     attn_type = getattr(impl, "attn_type", "decoder")
     if str(getattr(attn_type, "value", attn_type)) != "decoder":
         raise Unsupported("attention_feature", f"layer {name} is of type {attn_type}")
+
+
+def check_triton(name: str, layer: Any, vllm_config: Any) -> None:
+    """Check what vLLM's Triton backend can do and the verify kernel, or the commit, cannot.
+
+    Args:
+        name: of the layer.
+        layer: the layer's module, an implementation of the Triton backend in it.
+        vllm_config: the engine's configuration.
+
+    Raises:
+        Unsupported: with the first reason found.
+
+    """
+    impl = layer.impl
+    if getattr(impl, "chunk_lookback", -1) > -1:
+        raise Unsupported("attention_feature", f"layer {name} attends to chunks of its context")
+    cache = str(impl.kv_cache_dtype)
+    if cache.endswith("per_token_head"):
+        raise Unsupported("cache_format", f"layer {name} keeps a scale for each token and head ({cache})")
+    if cache == "fp8_e5m2":
+        raise Unsupported("cache_format", f"layer {name}: Triton's writer makes e4m3 of an fp8_e5m2 cache")
+    if getattr(vllm_config.compilation_config.pass_config, "fuse_attn_quant", False):
+        raise Unsupported(
+            "attention_feature",
+            "attention quantizes its output (fuse_attn_quant); the verify kernel does not",
+        )
 
 
 def check_graphs(compilation: Any) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 _COMPLETION = "vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion"
 _CHAT = "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat"
+_PASSES = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator.TargetDependentARSpeculator"
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,23 @@ OBJECT_LEDGER = (
         where="nwor.engine.trees.speculator",
     ),
     Patch(
-        target="vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
-        ".TargetDependentARSpeculator._generate_fused_drafts",
+        target=f"{_PASSES}._generate_fused_drafts",
         why="vLLM runs a pass for each draft token, and a tree has more nodes than levels",
-        how="on the speculator alone, this, _generate_draft and _multi_step_decode run as many passes as the "
-        "tree is deep; where it grows, over a level's nodes",
+        how="on the speculator alone, as many passes as the tree is deep; a grown tree's are over its levels",
+        removal="with the entries before",
+        where="nwor.engine.trees.speculator",
+    ),
+    Patch(
+        target=f"{_PASSES}._generate_draft",
+        why="as before; vLLM captures and runs it where passes are not fused",
+        how="likewise",
+        removal="with the entries before",
+        where="nwor.engine.trees.speculator",
+    ),
+    Patch(
+        target=f"{_PASSES}._multi_step_decode",
+        why="as before; it builds metadata anew for each pass, which a level's nodes do not fit",
+        how="likewise; where the tree grows, vLLM's method for fused passes runs instead",
         removal="with the entries before",
         where="nwor.engine.trees.speculator",
     ),

@@ -1,12 +1,13 @@
-"""vLLM's GPU worker with the NWOR runner and attention backend."""
+"""vLLM's GPU worker with the NWOR runner and attention backends."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu_worker import Worker
 
+from nwor.config import NworConfig
+from nwor.engine.attention import backends
 from nwor.engine.worker import NworWorkerMixin
 
 
@@ -14,10 +15,10 @@ class NworGPUWorker(NworWorkerMixin, Worker):  # type: ignore[misc]
     """The worker class of an engine that asked for NWOR on a GPU."""
 
     def init_device(self) -> None:
-        """Name the NWOR backend before the model's layers look theirs up."""
-        register_backend(
-            AttentionBackendEnum.FLASH_ATTN, "nwor.engine.attention.flash.NworFlashAttentionBackend"
-        )
+        """Name NWOR's backends before the model's layers look theirs up."""
+        config = NworConfig.from_additional_config(self.vllm_config.additional_config)
+        assert config is not None
+        backends.register(config.attention_backends)
         super().init_device()
 
     def _make_model_runner(self) -> Any:

@@ -40,6 +40,11 @@ def text(page: Any, selector: str) -> str:
     return re.sub(r"\s+", " ", page.inner_text(selector)).strip()
 
 
+def drawn(page: Any, chart: str) -> str:
+    """Return the path of a chart's first line."""
+    return page.get_attribute(f"#{chart} path.line.first:not(.swatch path)", "d") or ""
+
+
 def wait(page: Any, selector: str, words: str) -> None:
     """Wait until the element says so."""
     page.wait_for_function(

@@ -18,8 +18,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from nwor.config import NworConfig
+from nwor.engine.trees.requirements import CHAIN_REASONS
 from nwor.engine.worker import NworWorkerMixin
 from nwor.modes import Mode
+from nwor.tree_shape import TreeShape
 from nwor.worker_state import WorkerState
 from server import dashboard
 from server.admin_api import routes as admin_routes
@@ -41,9 +43,11 @@ class Metrics:
         nwor: bool = True,
         statistics: bool = True,
         choice: bool = False,
+        tree: TreeShape | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self.engines = engines
+        self.drafts = DRAFTS if tree is None else tree.nodes
         self.started = Gauge("process_start_time_seconds", "Start.", registry=self.registry)
         self.started.set(time.time())
         self.counters: dict[str, Counter] = {}
@@ -72,6 +76,13 @@ class Metrics:
                 self._gauge(f"nwor_{name}")
             self._gauge("nwor_draft_acceptance_estimate", "position")
             self.choose(4, [0.73, 0.52, 0.35, 0.2])
+        if tree is not None:
+            for name, value in (("nwor_tree_nodes", tree.nodes), ("nwor_tree_depth", tree.depth)):
+                self._gauge(name)
+                self.set(name, value)
+            self._counter("nwor_chain_requests", "reason")
+            for reason in CHAIN_REASONS:
+                self.inc("nwor_chain_requests", 0, reason)
 
     def choose(self, drafts: int, estimate: list[float], auto: bool = True, without: float = 0.0) -> None:
         """Show that draft tokens were chosen, and by which estimate."""
@@ -109,15 +120,15 @@ class Metrics:
                 self.set("nwor_mode", known.value == mode, known.value, engine=name)
 
     def add_windows(self, by_accepted: list[int], mode: str = "stage", engine: str = "0") -> None:
-        """Count windows of DRAFTS draft tokens, element a of the list of them with a accepted tokens."""
+        """Count windows of as many draft tokens as all have, element a of the list with a accepted tokens."""
         windows = sum(by_accepted)
         accepted = sum(tokens * number for tokens, number in enumerate(by_accepted))
-        drafts = windows * DRAFTS
+        drafts = windows * self.drafts
         self.inc("vllm:generation_tokens", windows + accepted, engine=engine)
         self.inc("vllm:spec_decode_num_drafts", windows, engine=engine)
         self.inc("vllm:spec_decode_num_draft_tokens", drafts, engine=engine)
         self.inc("vllm:spec_decode_num_accepted_tokens", accepted, engine=engine)
-        for position in range(DRAFTS):
+        for position in range(self.drafts):
             reached = sum(by_accepted[position + 1 :])
             self.inc("vllm:spec_decode_num_accepted_tokens_per_pos", reached, str(position), engine=engine)
         if "nwor_windows" not in self.counters:

@@ -127,6 +127,7 @@ def test_figures_over_two_engines(run: Any) -> None:
     # Four windows, 16 draft tokens, 4 + 2 accepted.
     assert derived["acceptance"] == 6 / 16
     assert derived["tokensPerStep"] == 1 + 6 / 4
+    assert derived["rowsPerStep"] == 1 + 16 / 4
     assert derived["positions"] == [3 / 4, 1 / 4, 1 / 4, 1 / 4]
     baseline = 20 * 2560
     written = ((2 + 4) + (10 + 8 + 6)) * 2560
@@ -139,7 +140,8 @@ def test_figures_over_two_engines(run: Any) -> None:
 
 def test_nothing_is_divided_by_nothing(run: Any) -> None:
     shown = run((0, metrics_text(Metrics())))["derived"]
-    assert (shown["acceptance"], shown["saved"], shown["tokensPerStep"]) == (None, None, None)
+    names = ("acceptance", "saved", "tokensPerStep", "rowsPerStep")
+    assert [shown[name] for name in names] == [None] * 4
 
 
 def metrics_text(metrics: Metrics) -> str:

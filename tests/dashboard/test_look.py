@@ -6,13 +6,20 @@ import re
 
 import pytest
 
+from nwor.tree_shape import TreeShape
 from tests.dashboard.browser import WINDOWS, Seen, unlock, wait
-from tests.dashboard.stand_in import StandIn
+from tests.dashboard.stand_in import Metrics, StandIn
 
 
 @pytest.mark.parametrize("width", [360, 768, 1360])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_sizes_and_contrast(stand_in: StandIn, visit: Seen, width: int, scheme: str) -> None:
+@pytest.mark.parametrize("tree", [None, TreeShape.of(63, 8)], ids=["chains", "trees"])
+def test_sizes_and_contrast(
+    stand_in: StandIn, visit: Seen, width: int, scheme: str, tree: TreeShape | None
+) -> None:
+    if tree is not None:
+        stand_in.metrics = Metrics(tree=tree)
+        stand_in.metrics.inc("nwor_chain_requests", 1234567, "structured_outputs")
     stand_in.metrics.add_windows(WINDOWS, "cow")
     stand_in.metrics.inc("nwor_accounting_mismatches", 2, "accepted_tokens")
     stand_in.metrics.inc("nwor_direct_windows", 123456, "attention_backend")

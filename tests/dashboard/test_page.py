@@ -10,7 +10,7 @@ import pytest
 from fastapi.responses import PlainTextResponse
 
 from tests.conftest import find_free_port
-from tests.dashboard.browser import SOON, WINDOWS, Seen, text, unlock, wait
+from tests.dashboard.browser import SOON, WINDOWS, Seen, drawn, text, unlock, wait
 from tests.dashboard.stand_in import KEY, Metrics, StandIn, serve
 from tests.waiting import wait_until
 
@@ -22,11 +22,6 @@ def pressed(page: Any) -> list[str]:
     return page.eval_on_selector_all("#modes [aria-pressed=true]", "list => list.map((b) => b.textContent)")
 
 
-def drawn(page: Any, chart: str) -> str:
-    """Return the first line's path."""
-    return page.get_attribute(f"#{chart} path.line.first:not(.swatch path)", "d") or ""
-
-
 def test_figures_move_with_the_metrics(stand_in: StandIn, visit: Seen) -> None:
     stand_in.metrics.add_windows([2, 0, 0, 0, 0])
     page = visit(stand_in.url).open()
@@ -36,7 +31,7 @@ def test_figures_move_with_the_metrics(stand_in: StandIn, visit: Seen) -> None:
     stand_in.metrics.set("vllm:num_requests_running", 3)
     stand_in.metrics.set("vllm:num_requests_waiting", 2)
     wait(page, "#acceptance", "56.3 %")
-    assert text(page, "#acceptance-more").startswith("3.25 tokens a step in the last ")
+    assert text(page, "#acceptance-more").startswith("9 of 16 in the last ")
     assert text(page, "#saved") == "35.0 %"
     assert text(page, "#saved-more") == "33.3 kB written for 51.2 kB"
     assert text(page, "#requests") == "3"
@@ -49,7 +44,7 @@ def test_figures_move_with_the_metrics(stand_in: StandIn, visit: Seen) -> None:
     assert "Commit of accepted tokens\t33.3 kB\t38.4 kB" in rows
     assert "Saved\t17.9 kB\t38.4 kB" in rows
     assert text(page, "#accounting") == "Agrees"
-    for chart in ("chart-acceptance", "chart-bytes", "chart-output", "chart-requests"):
+    for chart in ("chart-tokens", "chart-acceptance", "chart-bytes", "chart-output", "chart-requests"):
         before = drawn(page, chart)
         page.wait_for_function(
             "([id, old]) => document.querySelector(`#${id} .plot path.line.first`)"
@@ -372,6 +367,7 @@ def test_pointing_reads_all_charts_at_once(stand_in: StandIn, visit: Seen) -> No
     page = visit(stand_in.url).open()
     stand_in.metrics.set("vllm:num_requests_running", 7)
     wait(page, "#requests", "7")
+    page.locator("#chart-requests .plot").scroll_into_view_if_needed()
     box = page.locator("#chart-requests .plot").bounding_box()
     page.mouse.move(box["x"] + box["width"] - 12, box["y"] + 40)
     clock = text(page, "#chart-requests .clock")

@@ -76,7 +76,8 @@ def test_real_requests_move_the_charts(server: ServerProcess, visit: Seen, mode:
     wait(page, "#saved", "%")
     # Two values are not yet a line that one could call moving.
     page.wait_for_function(
-        "() => ['acceptance', 'bytes', 'output', 'requests'].every((name) => document.querySelectorAll("
+        "() => ['tokens', 'acceptance', 'bytes', 'output', 'requests'].every("
+        "(name) => document.querySelectorAll("
         "`#chart-${name} .plot path.line`).length && document.querySelector("
         "`#chart-${name} .plot path.line.first`).getAttribute('d').split('L').length >= 4)"
     )
@@ -86,6 +87,9 @@ def test_real_requests_move_the_charts(server: ServerProcess, visit: Seen, mode:
     assert 0 < accepted < 100
     # stage writes (F + A) b of (F + D) b, with four draft tokens in nearly every window.
     assert saved == pytest.approx(100 * 4 * (1 - accepted / 100) / 5, abs=3)
+    # With four draft tokens in nearly every window.
+    assert float(text(page, "#tokens")) == pytest.approx(1 + 4 * accepted / 100, abs=0.2)
+    assert not page.is_visible("#tree")
     assert float(text(page, "#output").replace(",", "").split(" ")[0]) > 0
     assert text(page, "#accounting") == "Agrees"
     assert page.locator("#positions rect.bar").count() == 4

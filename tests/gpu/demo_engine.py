@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,11 +19,19 @@ from server import demo
 #: Bytes that the KV cache may take. With them given vLLM does not measure the GPU's free memory at the start,
 #: and so does not end where another process frees some meanwhile.
 CACHE_BYTES = 2 << 30
+#: The attention backend of engines for which a test names none: "flash" or "triton".
+BACKEND = os.environ.get("NWOR_TEST_ATTENTION", "flash")
 
 
 @contextmanager
 def start(
-    name: str, nwor: dict[str, Any], drafts: int = 4, schedule: Any = None, **settings: Any
+    name: str,
+    nwor: dict[str, Any],
+    drafts: int = 4,
+    schedule: Any = None,
+    backend: str = BACKEND,
+    asked: bool = True,
+    **settings: Any,
 ) -> Iterator[Any]:
     """Start an engine and stop it after the block.
 
@@ -32,6 +41,8 @@ def start(
         nwor: NWOR's settings.
         drafts: draft tokens of a step.
         schedule: vLLM's draft tokens by batch size; None where their number is fixed.
+        backend: the attention backend, "flash" for vLLM's own choice, or "triton".
+        asked: whether windows are to be staged with it.
         settings: the engine's other settings.
 
     """
@@ -44,6 +55,10 @@ def start(
 
         envs.disable_envs_cache()  # the engine before this one has frozen what it read
         register()  # what vLLM does by itself where the package is installed
+        if backend == "triton":
+            settings["attention_backend"] = "TRITON_ATTN"
+            if asked:
+                nwor = {**nwor, "attention_backends": ["flash", "triton"]}
         if name.startswith("fp8"):
             settings["kv_cache_dtype"] = "fp8"
         if name.endswith("eager"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nwor.engine.attention.staged_attention import stock_attention
 from nwor.engine.attention.target_layers import target_layers
 from tests.copy_watch import CopyWatch
 
@@ -66,8 +67,7 @@ class SlotProbe(CopyWatch):
                 if window.source_rows is not None:  # a tree's slots get the rows of its accepted path
                     own = window.source_rows[: plan.num_tokens].clamp(min=0).long()
                     key, value = key[own], value[own]
-                stock = super(type(layer.impl), layer.impl)
-                stock.do_kv_cache_update(layer, key, value, cache, slots)
+                stock_attention(layer.impl).do_kv_cache_update(layer, key, value, cache, slots)
             wanted[name] = self._lines(cache, slots)
         return wanted
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,12 @@ def checks(racecheck: Path | None = None) -> list[Step]:
         _pytest("architectures", f"{tests}/test_architectures.py", "-k", "test_model"),
         _pytest("drafters", f"{tests}/test_architectures.py", "-k", "test_drafter"),
         _pytest("tensor-parallel", f"{tests}/test_tensor_parallel.py", gpus=2),
+        _pytest("triton", f"{tests}/test_triton_attn.py"),
     ]
+    # The engine's tests once more, with Triton's attention.
+    names = ("engine", "mixed_steps", "features", "capture_errors", "rounding")
+    again = _pytest("triton-engines", *(f"{tests}/test_{name}.py" for name in names))
+    steps.append(replace(again, command=("env", "NWOR_TEST_ATTENTION=triton", *again.command)))
     steps += [
         _pytest(f"pipeline-{name}", f"{tests}/test_pipeline_parallel.py", "-k", name, gpus=2)
         for name in PIPELINES

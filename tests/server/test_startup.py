@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import vllm
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 
 from nwor.version import __version__
 from server import demo
@@ -95,6 +97,17 @@ def test_port_in_use() -> None:
 def test_unknown_flag(free_port: int) -> None:
     result = run("--demo", "--port", str(free_port), "--max-model-length", "5")
     check_refusal(result, 2, "unknown flag --max-model-length", "did you mean --max-model-len?")
+
+
+@pytest.mark.skipif(
+    current_platform.device_type != "cpu" or HAS_TRITON, reason="vLLM has model runner V2 here"
+)
+def test_trees_without_model_runner_v2(free_port: int) -> None:
+    """What vLLM takes where nobody says anything, and where somebody asks for the other one."""
+    for environment in ({}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}):
+        result = run("--demo", "--port", str(free_port), "--tree-nodes", "16", **environment)
+        check_refusal(result, 2, "--tree-nodes needs", "model runner V2", "Triton", "serve on a GPU, or drop")
+        assert result.stderr.count("nwor-server: error: ") == 1
 
 
 def test_engine_that_cannot_start(free_port: int) -> None:

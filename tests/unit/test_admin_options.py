@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm import triton_utils
 
 from nwor.config import NworConfig
 from nwor.engine import plugin
 from nwor.modes import Mode
+from nwor.tree_shape import TreeShape
 from server.errors import UsageError
 from server.nwor_options import Secret, add_nwor_options, resolve_nwor
 
@@ -21,6 +23,7 @@ def resolve(
     additional: dict[str, Any] | None = None,
     keys: Any = None,
     method: str = "eagle3",
+    device: str = "cuda",
 ) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_nwor_options(parser)
@@ -29,13 +32,13 @@ def resolve(
     args.api_key = keys
     args.port, args.uds = 8000, None
     args.speculative_config = {"method": method}
-    resolve_nwor(args, speculates)
+    resolve_nwor(args, speculates, device)
     return args
 
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NWOR_ADMIN_API_KEY", "NWOR_DISABLE", "VLLM_API_KEY"):
+    for name in ("NWOR_ADMIN_API_KEY", "NWOR_DISABLE", "VLLM_API_KEY", "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(plugin, "register", lambda: None)
 
@@ -72,6 +75,11 @@ def test_fast_paths_are_turned_off_in_every_mode(mode: Mode | None) -> None:
     assert both == NworConfig(mode or Mode.STAGE)
 
 
+def test_attention_backends_are_named_by_a_flag() -> None:
+    chosen = config(resolve("--nwor-attention-backends", "flash, triton"))
+    assert chosen == replace(NworConfig(), attention_backends=("flash", "triton"))
+
+
 def test_additional_config_alone_is_taken_as_it_is() -> None:
     given = {"nwor": {"mode": "cow"}}
     assert resolve(additional=given).additional_config == given
@@ -93,6 +101,7 @@ def test_additional_config_alone_is_taken_as_it_is() -> None:
         (["--nwor-mode", "cow", "--nwor-modes", "off"], {}, "not among the enabled"),
         (["--nwor-self-check-interval", "-1"], {}, "0 or more"),
         (["--nwor-mixed-graph-rows", "-1"], {}, "0 or more"),
+        (["--nwor-attention-backends", "rocm"], {}, "knows flash, triton"),
         (["--draft-vocabulary", "0"], {}, "no draft vocabulary"),
         (["--draft-vocabulary", "/no/such/table"], {}, "cannot be read"),
         (["--draft-vocabulary", "9"], {"method": "ngram"}, "for EAGLE heads, and drafts are by ngram"),
@@ -105,6 +114,44 @@ def test_additional_config_alone_is_taken_as_it_is() -> None:
 def test_contradictions_are_refused(words: list[str], options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         resolve(*words, **options)
+
+
+#: A tree by a flag and by vLLM's, with the words that name them.
+TREES: list[tuple[tuple[str, ...], dict[str, Any] | None, str]] = [
+    (("--tree-nodes", "16"), None, "--tree-nodes"),
+    ((), {"nwor": {"tree": {"nodes": 16}}}, "'tree' of --additional-config"),
+]
+
+
+@pytest.mark.parametrize(("words", "additional", "name"), TREES)
+def test_trees_are_refused_where_vllm_takes_model_runner_v1(
+    words: tuple[str, ...], additional: dict[str, Any] | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(device: str) -> NworConfig | None:
+        return config(resolve(*words, additional=additional, device=device))
+
+    monkeypatch.setattr(triton_utils, "HAS_TRITON", False)
+    with pytest.raises(
+        UsageError, match=f"{name} needs .* a Triton for CPUs.*: serve on a GPU, or drop {name}"
+    ):
+        asked("cpu")
+    monkeypatch.setattr(triton_utils, "HAS_TRITON", True)
+    for device in ("cpu", "cuda"):
+        found = asked(device)
+        assert found is not None
+        assert found.tree == TreeShape.of(16)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    for device in ("cpu", "cuda"):
+        with pytest.raises(
+            UsageError, match=f"{name} needs .*: drop VLLM_USE_V2_MODEL_RUNNER=0, or drop {name}"
+        ):
+            asked(device)
+
+
+def test_chains_need_no_model_runner_v2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_utils, "HAS_TRITON", False)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert config(resolve(device="cpu")) == NworConfig(mode=Mode.STAGE)
 
 
 def test_nwor_disable_leaves_it_out_and_contradicts_aloud(

@@ -29,6 +29,7 @@ def test_round_trip_through_plain_json(mode):
             "modes": ["off", mode.value],
             "fast_host": False,
             "fast_sampling": False,
+            "attention_backends": ["flash", "triton"],
         }
     )
     assert NworConfig.from_mapping(config.to_mapping()) == config
@@ -48,6 +49,9 @@ def test_round_trip_through_plain_json(mode):
         ({"fast_host": 1}, "true or false"),
         ({"fast_host": "false"}, "true or false"),
         ({"fast_sampling": None}, "true or false"),
+        ({"attention_backends": "triton"}, "list of flash, triton"),
+        ({"attention_backends": []}, "at least one of flash, triton"),
+        ({"attention_backends": ["flash", "flashinfer"]}, "knows flash, triton, not 'flashinfer'"),
     ],
 )
 def test_wrong_settings_name_what_is_wanted(settings, word):

@@ -127,7 +127,7 @@ def _changes(source: str) -> list[str]:
     """Return what a source assigns to attributes of vLLM's, or of objects that become another class.
 
     Whose an attribute is, a source need not tell. So a function or class that becomes an attribute of
-    anything but ``self`` counts as well.
+    anything but ``self`` counts as well. What a loop over names sets counts once for each name.
     """
     tree = ast.parse(source)
     own = {
@@ -145,6 +145,7 @@ def _changes(source: str) -> list[str]:
     # Of what the runner holds the ledger names the class.
     replaced |= {"__class__", "__code__", "run", "rejection_sampler"}
     found = []
+    names = _names_in_loops(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Delete):
             continue
@@ -161,7 +162,19 @@ def _changes(source: str) -> list[str]:
             if name in stock or (exchanged and name != "self"):
                 found.append(ast.unparse(target))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
-            found.append(ast.unparse(node))
+            found += [ast.unparse(node)] * names.get(node, 1)
+    return found
+
+
+def _names_in_loops(tree: ast.AST) -> dict[ast.AST, int]:
+    """Return the calls within a loop over names that are written there, each with their number."""
+    found = {}
+    for loop in ast.walk(tree):
+        if not (isinstance(loop, ast.For) and isinstance(loop.iter, ast.Tuple | ast.List)):
+            continue
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Call) and ast.unparse(loop.target) in map(ast.unparse, node.args[1:2]):
+                found[node] = len(loop.iter.elts)
     return found
 
 
@@ -212,6 +225,10 @@ def test_ledger_names_every_module_that_changes_what_is_vllms():
         (
             "def wrap(serving, name, mine):\n    setattr(serving, name, mine)",
             ["setattr(serving, name, mine)"],
+        ),
+        (
+            "def wrap(serving, mine):\n    for name in ('a', 'b'):\n        setattr(serving, name, mine)",
+            ["setattr(serving, name, mine)"] * 2,
         ),
         ("def take(answer):\n    answer.metrics = make()\n    del answer.other", []),
         ("class A:\n    def f(self):\n        def g(): ...\n        self.g = g", []),

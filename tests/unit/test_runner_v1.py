@@ -12,10 +12,12 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from nwor.engine.attention.flash import NworFlashAttentionBackend
+from nwor.engine.attention.triton_attn import NworTritonAttentionBackend
 from nwor.engine.model_runner import v1 as runner_v1
 from nwor.engine.model_runner.v1 import NworRunnerV1
 from nwor.engine.stats.step_messages import record_of
@@ -217,15 +219,17 @@ class ToyBatch:
             numbers[[i, j]] = numbers[[j, i]]
 
 
+@pytest.mark.parametrize("backend", [NworFlashAttentionBackend, NworTritonAttentionBackend])
 @pytest.mark.parametrize("v2", [False, True])
-def test_windows_are_asked_to_stand_first_on_v1_only(monkeypatch, v2):
+def test_windows_are_asked_to_stand_first_on_v1_only(monkeypatch, v2, backend):
     def init(self: Any, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
 
-    monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", init)
+    for stock in (FlashAttentionMetadataBuilder, TritonAttentionMetadataBuilder):
+        monkeypatch.setattr(stock, "__init__", init)
     speculative = SimpleNamespace(num_speculative_tokens=4)
     config = SimpleNamespace(speculative_config=speculative, use_v2_model_runner=v2)
-    threshold = NworFlashAttentionBackend.get_builder_cls()(config).reorder_batch_threshold
+    threshold = backend.get_builder_cls()(config).reorder_batch_threshold
     if v2:
         assert threshold is None
         return

@@ -74,3 +74,9 @@ def test_our_flags_stand_in_a_group_of_their_own() -> None:
 def test_lines_that_cannot_be_served(flags: list[str], word: str) -> None:
     with pytest.raises(UsageError, match=word):
         cli.parse(flags)
+
+
+def test_trees_are_refused_with_model_runner_v1(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(UsageError, match="--tree-nodes needs vLLM's model runner V2"):
+        cli.parse(["--demo", "--port", str(free_port), "--tree-nodes", "16"])

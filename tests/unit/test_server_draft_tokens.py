@@ -201,6 +201,23 @@ def test_few_requests_have_trees_and_more_have_chains(
     assert args.speculative_config["num_speculative_tokens_per_batch_size"] == by_requests
 
 
+def test_the_engine_chooses_among_none_chains_and_trees() -> None:
+    for given in ("auto", "auto:0-16"):
+        args = settle("--tree-nodes", "16", "--tree-depth", "5", "--num-speculative-tokens", given)
+        assert args.speculative_config["num_speculative_tokens"] == 16
+        assert args.speculative_config["num_speculative_tokens_per_batch_size"] == [[1, 1, 0], [2, 2, 4]]
+        bounds = chosen(args)
+        assert bounds is not None
+        assert bounds.candidates == (0, 1, 2, 3, 4, 5, 16)
+
+
+def test_a_choice_in_additional_config_is_taken() -> None:
+    nwor = {"tree": {"nodes": 12, "depth": 4}, "draft_tokens": "auto"}
+    args = settle(additional_config={"nwor": nwor})
+    assert args.speculative_config["num_speculative_tokens"] == 12
+    assert args.speculative_config["num_speculative_tokens_per_batch_size"] == [[1, 1, 0], [2, 2, 4]]
+
+
 def test_a_tree_in_additional_config_is_taken() -> None:
     tree = {"nodes": 12, "depth": 4}
     args = settle(additional_config={"nwor": {"tree": tree}}, device="cpu")
@@ -213,7 +230,14 @@ def test_a_tree_in_additional_config_is_taken() -> None:
     ("flags", "words"),
     [
         (("--tree-nodes", "16", "--num-speculative-tokens", "4"), "both say how many tokens to draft"),
-        (("--tree-nodes", "16", "--num-speculative-tokens", "auto"), "both say how many tokens to draft"),
+        (
+            ("--tree-nodes", "16", "--num-speculative-tokens", "auto:0-7"),
+            "--num-speculative-tokens: draft tokens auto:0-7",
+        ),
+        (
+            ("--tree-nodes", "16", "--num-speculative-tokens", "auto", "--tree-requests", "4"),
+            "both say when windows are trees",
+        ),
         (("--tree-nodes", "16", "--draft-sampling", "sampled"), "drop --draft-sampling sampled"),
         (
             ("--tree-nodes", "16", "--speculative-method", "medusa"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,7 +70,7 @@ def _metadata(tokens: int = 11) -> FlashAttentionMetadata:
 
 
 def _impl(version: int = 3, heads: int = 4) -> Any:
-    return SimpleNamespace(
+    impl: Any = SimpleNamespace(
         vllm_flash_attn_version=version,
         num_heads=heads,
         num_kv_heads=2,
@@ -78,6 +79,8 @@ def _impl(version: int = 3, heads: int = 4) -> Any:
         logits_soft_cap=0,
         kv_cache_dtype="auto",
     )
+    impl.nwor_rest = partial(NworFlashAttentionImpl.nwor_rest, impl)
+    return impl
 
 
 def test_each_part_has_its_own_requests(toy: ToyLayers, scheduled: list[dict[str, Any]]) -> None:

@@ -1,4 +1,7 @@
-"""Requests that have chains beside trees: each counted once, by reason; and the code that trees stand for."""
+"""Requests that have chains beside trees: each counted once, by reason; and the code that trees stand for.
+
+Claim: the ledger names each method of vLLM's objects that trees exchange, and no other.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from nwor.config import NworConfig
-from nwor.engine import patches, plugin
+from nwor.engine import ledger, patches, plugin
 from nwor.engine.fastpath import stock
 from nwor.engine.plugin import TESTED, vllm_version
-from nwor.engine.trees import decoding, known_sources
+from nwor.engine.trees import decoding, growth, known_sources
 from nwor.engine.trees.decoding import TreeDecoding
 from nwor.engine.trees.requirements import CHAIN_REASONS, needs_chain
 from nwor.errors import ConfigError
 from nwor.modes import Mode
+from nwor.tree_shape import TreeKind, TreeShape
 from nwor.worker_state import WorkerState
 
 #: By reason, what is asked for.
@@ -58,8 +64,12 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Trees of a rank whose sampler, drafter and layers are stand-ins."""
     monkeypatch.setattr(decoding, "TreeSampler", lambda *args: None)
     monkeypatch.setattr(decoding, "TreeDrafts", lambda *args: SimpleNamespace(growth=None))
+    monkeypatch.setattr(decoding, "Agreement", lambda device: None)
     runner = SimpleNamespace(
-        model_config=SimpleNamespace(logits_processors=None), rejection_sampler=None, speculator=None
+        model_config=SimpleNamespace(logits_processors=None),
+        rejection_sampler=None,
+        speculator=None,
+        device=torch.device("cpu"),
     )
     config = NworConfig.from_mapping({"tree": {"nodes": 8, "depth": 4}})
     made = TreeDecoding(runner, _Tables())  # type: ignore[arg-type]
@@ -113,3 +123,41 @@ def test_other_code_of_vllms_ends_the_start(place: tuple[str, str], monkeypatch:
     monkeypatch.setattr(patches, "check_trees", lambda *args: None)
     with pytest.raises(ConfigError, match=f"stand for, {place[1]} is not the known one"):
         patches.choose_worker(config)
+
+
+class _Stock:
+    """An object of vLLM's with whatever is asked for; what is its own has been exchanged."""
+
+    max_num_reqs, device = 2, torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return _Stock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def _listed(module: str) -> set[str]:
+    """Return the last names of what the ledger says that a module exchanges."""
+    return {entry.target.rpartition(".")[2] for entry in ledger.OBJECT_LEDGER if entry.where == module}
+
+
+@pytest.mark.parametrize("kind", TreeKind)
+def test_the_ledger_names_what_trees_exchange(kind: TreeKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "draft_layers", lambda runner: [])
+    monkeypatch.setattr(decoding, "Agreement", lambda device: None)
+    monkeypatch.setattr(growth.draft_window, "attach", lambda *args: [])
+    shape = TreeShape.of(8, 4, kind=kind)
+    candidates = SimpleNamespace(window=12) if kind is TreeKind.GROWN else None
+    tables: Any = SimpleNamespace(shape=shape, path=torch.zeros(2, 9), candidates=candidates)
+    runner, speculator = _Stock(), _Stock()
+    given = {"model_config": SimpleNamespace(logits_processors=None), "speculator": speculator}
+    vars(runner).update(given)
+    made = TreeDecoding(runner, tables)
+    state = WorkerState(NworConfig.from_mapping({"tree": shape.to_mapping()}), Mode.STAGE)
+    made.attach(SimpleNamespace(state=state, use_trees=lambda tables: None), runner)  # type: ignore[arg-type]
+    assert vars(speculator).keys() == _listed("nwor.engine.trees.speculator")
+    assert vars(runner).keys() - given.keys() == {"rejection_sampler"}
+    assert isinstance(runner.rejection_sampler, RejectionSampler)
+    # Of what the runner holds the ledger names the class.
+    assert _listed("nwor.engine.trees.decoding") == {"RejectionSampler"}

@@ -123,17 +123,17 @@ def test_an_engine_that_cannot_is_refused(path: str, value: Any, reason: str) ->
     assert engine.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
 
 
-@pytest.mark.parametrize(
-    ("nwor", "reason"),
-    [
-        ({"draft_tokens": "auto"}, "chosen step by step"),
-        ({"mode": "off", "modes": ["off", "cow"]}, "mode 'stage' is not enabled"),
-    ],
-)
-def test_settings_of_nwor_that_have_no_trees(nwor: dict[str, Any], reason: str) -> None:
-    engine = _engine(**nwor)
-    with pytest.raises(ConfigError, match=reason):
+def test_modes_that_hold_no_trees() -> None:
+    engine = _engine(mode="off", modes=["off", "cow"])
+    with pytest.raises(ConfigError, match="mode 'stage' is not enabled"):
         check_engine(engine, _config(engine))
+
+
+def test_an_engine_that_chooses_among_trees_and_chains() -> None:
+    engine = _engine(draft_tokens="auto")
+    config = _config(engine)
+    engine.speculative_config.num_speculative_tokens_per_batch_size = config.draft_tokens.schedule
+    assert why_not(engine, config) is None
 
 
 def test_shorter_chains_for_larger_batches_are_possible() -> None:

@@ -11,10 +11,16 @@ import torch
 from nwor import ops
 from nwor.counts.formulas import bytes_per_token
 from nwor.engine.attention.layer_context import AttentionPlan, LayerContext, parameters_of
+from nwor.engine.attention.staged_attention import stock_attention
 from nwor.engine.eligibility import Unsupported, check_layer
 from nwor.ops.attention import CUDA_HEAD_SIZES
 from nwor.windows.window import StagedLayer, Window, group_layers
 from nwor.worker_state import WorkerState
+
+#: Of the oldest GPUs that the CUDA library is compiled for.
+LEAST_CAPABILITY = (8, 0)
+#: Of keys and values that the CUDA kernels take.
+CUDA_SOURCE_DTYPES = (torch.float16, torch.bfloat16)
 
 #: Returns K and V views of a layer's cache, or raises Unsupported.
 CacheViews = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
@@ -44,7 +50,7 @@ class Attachment:
         target_layers: Mapping[str, Any],
         slot_keys: Mapping[str, int],
         cache_views: CacheViews,
-        backend: Any,
+        backends: Sequence[Any],
     ) -> tuple[Window, list[tuple[Any, LayerContext]]]:
         """Return the rank's window, and each of vLLM's layers with its context, not attached yet.
 
@@ -52,7 +58,7 @@ class Attachment:
             target_layers: every attention layer of the target model by name; no draft layer.
             slot_keys: which slot mapping (KV-cache group) each layer uses.
             cache_views: how to see a layer's cache as strided K and V.
-            backend: the attention backend that takes part.
+            backends: the attention backends that take part.
 
         Raises:
             Unsupported: if a layer cannot be staged, or there is none.
@@ -62,14 +68,12 @@ class Attachment:
         for name, layer in target_layers.items():
             if name not in slot_keys:
                 raise Unsupported("state_space", f"layer {name} has no slot mapping")
-            check_layer(name, layer, backend)
-            if self._device.type == "cuda" and layer.impl.head_size not in CUDA_HEAD_SIZES:
-                raise Unsupported(
-                    "attention_feature",
-                    f"layer {name} has heads of {layer.impl.head_size}, the kernels take "
-                    f"{', '.join(map(str, CUDA_HEAD_SIZES))}",
-                )
+            backend = check_layer(name, layer, *backends)
             dtype = self._vllm_config.model_config.dtype
+            if self._device.type == "cuda":
+                check_on_cuda(name, layer, dtype, torch.cuda.get_device_capability(self._device))
+            if (own_check := getattr(backend, "nwor_check", None)) is not None:
+                own_check(name, layer, self._vllm_config)
             staged.append((slot_keys[name], staged_layer(name, layer, cache_views, dtype)))
         if not staged:
             raise Unsupported("state_space", "the target model has no attention layer with a cache")
@@ -121,6 +125,42 @@ class Attachment:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
 
+def check_on_cuda(name: str, layer: Any, dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    """Check that the CUDA kernels are compiled for a layer and the GPU.
+
+    FlashAttention has most of these limits itself; other backends run where it does not.
+
+    Args:
+        name: of the layer.
+        layer: its module, its cache allocated.
+        dtype: of keys and values as the forward pass makes them.
+        capability: the GPU's compute capability.
+
+    Raises:
+        Unsupported: with the first reason found.
+
+    """
+    impl = layer.impl
+    if impl.head_size not in CUDA_HEAD_SIZES:
+        raise Unsupported(
+            "attention_feature",
+            f"layer {name} has heads of {impl.head_size}, the kernels take "
+            f"{', '.join(map(str, CUDA_HEAD_SIZES))}",
+        )
+    if capability < LEAST_CAPABILITY:
+        found, least = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
+        raise Unsupported(
+            "attention_feature", f"the GPU has compute capability {found}, the kernels take {least} and up"
+        )
+    if dtype not in CUDA_SOURCE_DTYPES:
+        raise Unsupported("attention_feature", f"layer {name} makes keys and values of {dtype}")
+    quantized = impl.kv_cache_dtype.startswith("fp8")
+    if not quantized and layer.kv_cache.dtype != dtype:
+        raise Unsupported(
+            "cache_format", f"layer {name} keeps {layer.kv_cache.dtype} and makes keys and values of {dtype}"
+        )
+
+
 def staged_layer(name: str, layer: Any, cache_views: CacheViews, dtype: torch.dtype) -> StagedLayer:
     """Return what is known of one of vLLM's attention layers and its cache.
 
@@ -139,9 +179,7 @@ def staged_layer(name: str, layer: Any, cache_views: CacheViews, dtype: torch.dt
     quantized = impl.kv_cache_dtype.startswith("fp8")
 
     def direct_write(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        # The stock writer, past our own override of it.
-        stock: Any = super(type(impl), impl)
-        stock.do_kv_cache_update(layer, key, value, kv_cache, slots)
+        stock_attention(impl).do_kv_cache_update(layer, key, value, kv_cache, slots)
 
     return StagedLayer(
         name=name,

@@ -122,7 +122,7 @@ class SplitViews:
         block_table: int32 [windows, blocks].
         starts: int32 [windows + 1].
         seq_lens: int32 [windows].
-        rest: FlashAttention's metadata of the rows behind the windows; None where there are none.
+        rest: the backend's metadata of the rows behind the windows; None where there are none.
         whole: that of the whole step.
 
     """
@@ -137,12 +137,10 @@ class SplitViews:
 def split_views(window: Window, impl: Any, metadata: Any, kv_cache: torch.Tensor) -> SplitViews:
     """Return both parts of a step, made once for all layers of the same metadata and shape.
 
-    Rows are not sliced: attention of the rest begins behind the windows' rows of the same tensors.
-
     Args:
         window: the rank's, a batch of mode ``stage`` open.
-        impl: the layer's ``FlashAttentionImpl``.
-        metadata: FlashAttention's of the whole step.
+        impl: the layer's implementation, one of ``StagedAttention``.
+        metadata: the backend's of the whole step.
         kv_cache: the layer's.
 
     """
@@ -152,13 +150,7 @@ def split_views(window: Window, impl: Any, metadata: Any, kv_cache: torch.Tensor
         assert window.batch is not None
         requests, rest = window.batch.num_requests, None
         if window.batch.num_tokens < metadata.num_actual_tokens:
-            rest = replace(
-                metadata,
-                query_start_loc=metadata.query_start_loc[requests:],
-                seq_lens=metadata.seq_lens[requests:],
-                block_table=metadata.block_table[requests:],
-            )
-            rest = scheduled(impl, rest, kv_cache)
+            rest = impl.nwor_rest(metadata, requests, window.batch.num_tokens, kv_cache)
         known = window.shared[key] = SplitViews(
             metadata.block_table[:requests],
             metadata.query_start_loc[: requests + 1],

@@ -11,6 +11,7 @@ from nwor.config import NworConfig
 from nwor.counts.records import WorkerFacts
 from nwor.engine import draft_head
 from nwor.engine.attention.attachment import CacheViews
+from nwor.engine.attention.backends import extended_backends
 from nwor.engine.attention.target_layers import slot_keys, target_layers
 from nwor.engine.pipeline_parallel.stages import PipelineStages
 from nwor.engine.stats.step_messages import attach, attach_costs, attach_facts, fast_paths_of
@@ -36,8 +37,9 @@ class NworRunner(Base):
     #: What the scheduler was told last in a step without a record.
     _nwor_facts_told: WorkerFacts | None = None
 
-    #: Set by subclasses: the attention implementation that takes part, and how its cache looks.
-    nwor_backend: Any
+    #: The only attention backend that takes part; None where the settings name those that do.
+    nwor_backend: Any = None
+    #: Set by subclasses: how the cache of a layer looks.
     nwor_cache_views: CacheViews
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -65,9 +67,12 @@ class NworRunner(Base):
         if is_profiling:
             return
         keys = slot_keys(self.kv_cache_config)
-        self.nwor.bind(
-            target_layers(self), keys, self.nwor_cache_views, self.nwor_backend, PipelineStages.current()
+        backends = (
+            extended_backends(config.attention_backends)
+            if self.nwor_backend is None
+            else (self.nwor_backend,)
         )
+        self.nwor.bind(target_layers(self), keys, self.nwor_cache_views, backends, PipelineStages.current())
 
     def shutdown(self) -> None:
         """End: vLLM takes the cache from the layers, so must we."""

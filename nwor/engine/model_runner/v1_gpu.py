@@ -11,7 +11,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from nwor.engine.attention.flash import NworFlashAttentionBackend, layer_cache_views
+from nwor.engine.attention.staged_attention import layer_cache_views
 from nwor.engine.cuda_graphs.v1 import NworCUDAGraphWrapper
 from nwor.engine.model_runner.v1 import NworRunnerV1
 from nwor.engine.window_manager import WindowManager
@@ -20,7 +20,6 @@ from nwor.engine.window_manager import WindowManager
 class NworGPUModelRunnerV1(NworRunnerV1, GPUModelRunner):
     """The CUDA runner with windows and with a second set of full graphs."""
 
-    nwor_backend = NworFlashAttentionBackend
     nwor_cache_views = staticmethod(layer_cache_views)
 
     #: None where the engine has no full graphs.

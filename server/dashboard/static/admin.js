@@ -61,6 +61,11 @@ export class Admin {
     this.#render();
   }
 
+  /** What the report says of trees; null without the key, and where windows are chains. */
+  get tree() {
+    return this.#report?.tree ?? null;
+  }
+
   async #unlock() {
     const key = this.input.value;
     if (this.#busy || key === "") return;

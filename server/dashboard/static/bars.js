@@ -1,7 +1,16 @@
-// Acceptance by position in the window: a bar for the shown period, a mark for the time since the start.
+// Acceptance by position in the window, or by depth in a tree: a bar for the shown period, a mark for the time
+// since the start.
 
 import { svg } from "./chart.js";
 import { percent } from "./format.js";
+
+/** What the bars are called where windows are chains, and where they are trees. */
+export const POSITIONS = {
+  title: "Acceptance by position",
+  one: "position",
+  axis: "draft token of the window",
+};
+export const DEPTHS = { title: "Acceptance by depth", one: "depth", axis: "depth in the tree" };
 
 const MARGIN = { top: 20, right: 4, bottom: 36, left: 48 };
 
@@ -16,25 +25,28 @@ export class Bars {
     host.append(this.frame);
     this.period = [];
     this.start = [];
+    this.names = POSITIONS;
     new ResizeObserver(() => this.#draw()).observe(this.frame);
   }
 
   /**
-   * Show shares from 0 to 1, by position.
+   * Show shares from 0 to 1, by position or depth.
    *
    * @param {(number | null)[]} period in the shown period
    * @param {(number | null)[]} start since the server's start
    * @param {string} words what the shown period is called
+   * @param {{title: string, one: string, axis: string}} names what the bars are called
    */
-  show(period, start, words) {
+  show(period, start, words, names) {
     this.period = period;
     this.start = start;
+    this.names = names;
     const text = start.map(
-      (share, index) => `position ${index + 1}: ${percent(period[index])}, since start ${percent(share)}`,
+      (share, index) => `${names.one} ${index + 1}: ${percent(period[index])}, since start ${percent(share)}`,
     );
     this.frame.setAttribute(
       "aria-label",
-      `Acceptance by position, ${words}. ${text.join("; ") || "No draft tokens yet"}.`,
+      `${names.title}, ${words}. ${text.join("; ") || "No draft tokens yet"}.`,
     );
     this.#draw();
   }
@@ -86,6 +98,6 @@ export class Bars {
       }
     });
     const axis = { x: (MARGIN.left + right) / 2, y: height - 3, class: "tick middle" };
-    svg("text", axis, this.root).textContent = "draft token of the window";
+    svg("text", axis, this.root).textContent = this.names.axis;
   }
 }

@@ -12,6 +12,7 @@ const COUNTERS = {
   nwor_kv_write_bytes_baseline_total: () => "baseline",
   nwor_direct_windows_total: (labels) => `direct.${labels.reason}`,
   nwor_draft_steps_total: (labels) => `steps.${labels.draft_tokens}`,
+  nwor_chain_requests_total: (labels) => `chains.${labels.reason}`,
   nwor_accounting_mismatches_total: (labels) => `mismatch.${labels.figure}`,
 };
 
@@ -45,6 +46,7 @@ export function read(samples) {
   const mean = (found) => (found.length ? found.reduce((all, s) => all + s.value, 0) / found.length : null);
   const estimates = of("nwor_draft_acceptance_estimate");
   const positions = 1 + Math.max(-1, ...estimates.map((s) => Number(s.labels.position)));
+  const most = (name) => Math.max(...of(name).map((s) => s.value));
   const modes = new Set(
     of("nwor_mode")
       .filter((s) => s.value === 1)
@@ -69,6 +71,10 @@ export function read(samples) {
     estimates: Array.from({ length: positions }, (_, position) =>
       mean(estimates.filter((s) => Number(s.labels.position) === position)),
     ),
+    // Where windows are trees: how large.
+    tree: samples.has("nwor_tree_nodes")
+      ? { nodes: most("nwor_tree_nodes"), depth: most("nwor_tree_depth") }
+      : null,
     held: held.length ? sum("nwor_staging_held_bytes") : null,
     series,
   };
@@ -88,7 +94,11 @@ export function derive(amounts) {
   const share = (part, whole) => (whole > 0 ? part / whole : null);
   return {
     acceptance: share(get("acceptedTokens"), get("draftTokens")),
-    tokensPerStep: get("drafts") > 0 ? 1 + get("acceptedTokens") / get("drafts") : null,
+    acceptedTokens: get("acceptedTokens"),
+    draftTokens: get("draftTokens"),
+    // Of a window: tokens that it gives, and rows that are verified for them. One of each is no draft token.
+    tokensPerStep: share(get("drafts") + get("acceptedTokens"), get("drafts")),
+    rowsPerStep: share(get("drafts") + get("draftTokens"), get("drafts")),
     positions: under("position.")
       .sort(([a], [b]) => Number(a) - Number(b))
       .map(([, accepted]) => share(accepted, get("drafts"))),
@@ -103,6 +113,7 @@ export function derive(amounts) {
     paths,
     saved: share(get("baseline") - written, get("baseline")),
     direct: under("direct."),
+    chains: under("chains."),
     mismatches: under("mismatch.").filter(([, count]) => count > 0),
   };
 }

@@ -29,6 +29,9 @@ export function number(value) {
   return signed(short.format(value));
 }
 
+/** A mean of small counts. */
+export const ratio = (value) => (missing(value) ? NONE : value.toFixed(2));
+
 /** A share of one, in percent. */
 export function percent(value, digits = 1) {
   if (missing(value)) return NONE;

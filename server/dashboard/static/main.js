@@ -1,12 +1,14 @@
 // Asks the server every two seconds, and puts the figures where they belong.
 
 import { Admin } from "./admin.js";
-import { Bars } from "./bars.js";
+import { Bars, DEPTHS, POSITIONS } from "./bars.js";
 import { Chart } from "./chart.js";
 import { PATHS, derive, read } from "./figures.js";
 import * as format from "./format.js";
 import { History } from "./history.js";
+import { byId, fill, rows, rowsOrNone, setText } from "./page.js";
 import { FormatError, parse } from "./prometheus.js";
+import { showTree } from "./trees.js";
 
 const INTERVAL = 2_000;
 /** An answer that takes longer is none. */
@@ -24,14 +26,8 @@ const MOST_LINES = 8;
 const DOWN = "The engine is down";
 
 /** What elements with `data-needs` need. */
-const NEEDS = { nwor: "hasNwor", speculation: "hasSpeculation", choice: "hasChoice" };
+const NEEDS = { nwor: "hasNwor", speculation: "hasSpeculation", choice: "hasChoice", tree: "tree" };
 
-const byId = (id) => document.getElementById(id);
-const setText = (id, text) => {
-  const element = byId(id);
-  // Writing the same again would have screen readers speak again.
-  if (element.textContent !== text) element.textContent = text;
-};
 const clock = () => performance.timeOrigin + performance.now();
 
 const history = new History(LONGEST_STEP);
@@ -55,6 +51,17 @@ function addChart(id, options, values) {
   charts.set(id, { chart: new Chart(byId(id), options, onCursor), values });
 }
 
+addChart(
+  "chart-tokens",
+  {
+    title: "Accepted tokens a step over time",
+    format: format.ratio,
+    axis: format.number,
+    least: 2,
+    series: [{ key: "tokens", label: "tokens that a step gives a request", style: "first" }],
+  },
+  ({ rates }) => ({ tokens: rates && derive(rates).tokensPerStep }),
+);
 addChart(
   "chart-acceptance",
   {
@@ -247,20 +254,6 @@ function missingParts(now) {
   return [];
 }
 
-/** Fill a container with paragraphs, leaving it alone where nothing changed. */
-function fill(id, texts, className) {
-  const container = byId(id);
-  if (texts.join("\n") === [...container.children].map((child) => child.textContent).join("\n")) return;
-  container.replaceChildren(
-    ...texts.map((text) => {
-      const paragraph = document.createElement("p");
-      paragraph.className = className;
-      paragraph.textContent = text;
-      return paragraph;
-    }),
-  );
-}
-
 function render() {
   const { latest } = history;
   if (!latest) return;
@@ -272,10 +265,13 @@ function render() {
   const rates = history.rates(span, WINDOW);
   const { now } = latest;
 
+  setText("tokens", format.ratio(recent.tokensPerStep));
+  const verified = recent.rowsPerStep?.toFixed(1);
+  setText("tokens-more", `${verified ? `of ${verified} verified` : "no windows"} in the ${words}`);
+  setText("tokens-start", `${format.ratio(total.tokensPerStep)} since the start`);
   setText("acceptance", format.percent(recent.acceptance));
-  const steps =
-    recent.tokensPerStep === null ? "no draft tokens" : `${recent.tokensPerStep.toFixed(2)} tokens a step`;
-  setText("acceptance-more", `${steps} in the ${words}`);
+  const drafts = `${format.count(recent.acceptedTokens)} of ${format.count(recent.draftTokens)}`;
+  setText("acceptance-more", `${recent.draftTokens > 0 ? drafts : "no draft tokens"} in the ${words}`);
   setText("acceptance-start", `${format.percent(total.acceptance)} since the start`);
   setText("saved", format.percent(recent.saved));
   byId("saved").classList.toggle("extra", recent.saved < 0);
@@ -301,8 +297,8 @@ function render() {
       range,
     );
   }
-  setText("positions-period", words);
-  bars.show(recent.positions, total.positions, words);
+  renderPositions(recent, total, words, now);
+  if (now.tree) showTree(now.tree, admin.tree, currentMode(), recent, total);
   for (const head of document.querySelectorAll("[data-period]")) {
     if (head.textContent !== words) head.textContent = words[0].toUpperCase() + words.slice(1);
   }
@@ -312,30 +308,13 @@ function render() {
   setText("updated", `Last figures: ${format.timeWithSeconds(latest.time)}`);
 }
 
-function rows(id, lines) {
-  byId(id).replaceChildren(
-    ...lines.map(({ head, more, cells, className = "" }) => {
-      const row = document.createElement("tr");
-      row.className = className;
-      const th = document.createElement("th");
-      th.scope = "row";
-      th.textContent = head;
-      if (more) {
-        const small = document.createElement("span");
-        small.className = "small";
-        small.textContent = more;
-        th.append(small);
-      }
-      row.append(th);
-      for (const cell of cells) {
-        const td = document.createElement("td");
-        td.className = "n";
-        td.textContent = cell;
-        row.append(td);
-      }
-      return row;
-    }),
-  );
+/** Acceptance by position in the window; where windows are trees, that is by depth. */
+function renderPositions(recent, total, words, { tree }) {
+  const names = tree ? DEPTHS : POSITIONS;
+  const end = tree ? tree.depth : undefined;
+  setText("positions-title", names.title);
+  setText("positions-period", words);
+  bars.show(recent.positions.slice(0, end), total.positions.slice(0, end), words, names);
 }
 
 function renderPaths(recent, total) {
@@ -366,9 +345,7 @@ function renderDirect(recent, total) {
       more: reasons[reason],
       cells: [format.count(lately.get(reason) ?? 0), format.count(windows)],
     }));
-  rows("direct", lines);
-  byId("direct").parentElement.hidden = lines.length === 0;
-  byId("direct-none").hidden = lines.length > 0;
+  rowsOrNone("direct", lines);
 }
 
 function renderAccounting(total, now) {
