@@ -41,12 +41,14 @@ class DraftBounds:
         least: 0 allows steps without drafts.
         most: vLLM's ``num_speculative_tokens`` is at least this.
         tree: what windows of ``most`` draft tokens are; None where all windows are chains.
+        given: whether somebody has named the bounds.
 
     """
 
     least: int = 0
     most: int = MOST_AUTO_DRAFT_TOKENS
     tree: TreeShape | None = field(default=None, compare=False)
+    given: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the bounds.
@@ -77,7 +79,7 @@ class DraftBounds:
         match = re.fullmatch(r"auto(?::(\d+)-(\d+))?", text.strip())
         if match is None:
             raise ConfigError(f"{text!r} is no choice of draft tokens: use auto, or bounds as auto:1-8")
-        return cls(int(match[1]), int(match[2])) if match[1] else cls()
+        return cls(int(match[1]), int(match[2]), given=True) if match[1] else cls()
 
     def __str__(self) -> str:
         """Return the text that :meth:`parse` reads."""
@@ -90,7 +92,7 @@ class DraftBounds:
             ConfigError: if bounds that were given do not end at the tree's nodes.
 
         """
-        most = tree.nodes if self == DraftBounds() else self.most
+        most = self.most if self.given else tree.nodes
         return replace(self, most=most, tree=tree)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any
 
 from nwor.config import DraftBounds
@@ -52,7 +53,8 @@ class StepCosts:
     Attributes:
         requests: numbers of requests that were measured, ascending.
         drafts: numbers of draft tokens, ascending.
-        seconds: [requests][drafts]: a step in which each request verifies so many drafts and gets as many.
+        seconds: [requests][drafts]: a step in which each request verifies so many drafts and gets as many;
+            infinite where no step has room for that.
         rows: rows of steps that consist of a prompt, ascending.
         row_seconds: [rows]: such a step.
 
@@ -71,9 +73,16 @@ class StepCosts:
             requests: of the step; numbers between those measured are interpolated.
             drafts: of each; one of those measured.
 
+        Returns:
+            Infinity for more requests than were measured, where the next number of them had no room.
+
         """
         column = self.drafts.index(drafts)
-        return _interpolate(self.requests, [row[column] for row in self.seconds], requests)
+        seconds = [row[column] for row in self.seconds]
+        fit = sum(map(isfinite, seconds))
+        if not fit or (fit < len(seconds) and requests > self.requests[fit - 1]):
+            return inf
+        return _interpolate(self.requests[:fit], seconds[:fit], requests)
 
     def beside(self, rows: int, prompt: int) -> float:
         """Return the seconds that a prompt of ``prompt`` rows adds to a step of ``rows`` others."""
@@ -87,7 +96,7 @@ class StepCosts:
         return {
             "draft_tokens": list(self.drafts),
             "milliseconds": {
-                str(count): [round(1e3 * value, 4) for value in row]
+                str(count): [round(1e3 * value, 4) if isfinite(value) else None for value in row]
                 for count, row in zip(self.requests, self.seconds, strict=True)
             },
             "prompt_milliseconds": {

@@ -46,7 +46,8 @@ class NworWorkerMixin:
             if state.draft_costs_why_not is None:
                 self._nwor_measure(bounds)
             if state.draft_costs_why_not is not None:
-                logger.warning("draft tokens stay at %d: %s", bounds.fixed, state.draft_costs_why_not)
+                stay = f"stay at {bounds.fixed}" if bounds.tree is None else "go by the number of requests"
+                logger.warning("draft tokens %s: %s", stay, state.draft_costs_why_not)
         return took
 
     def _nwor_measure(self, bounds: DraftBounds) -> None:

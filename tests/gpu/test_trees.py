@@ -2,19 +2,23 @@
 
 Coverage: the demo model in bfloat16 through vLLM's engine on model runner V2, with full graphs, piecewise,
 eager, and with an fp8 cache; trees of 16 nodes, grown and combs; greedy and seeded requests, few and many
-together, beside prompts in chunks; requests that need chains beside others; mode `off` and back.
+together, beside prompts in chunks; requests that need chains beside others; mode `off` and back; none, chains
+and trees by the engine's choice.
 Control: the self-check compares each fifth step's slots with the rows that they must hold.
 Tolerance: greedy outputs part from those of mode `off`, which has chains, at near-ties alone (near_ties.py).
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from nwor.config import DraftBounds
+from nwor.tree_shape import TreeShape
 from tests.gpu import demo_engine, near_ties
 
 pytestmark = pytest.mark.gpu
@@ -157,3 +161,49 @@ def test_few_requests_have_trees_and_many_chains() -> None:
         assert gap <= near_ties.MOST_GAP
         assert difference <= near_ties.MOST_DIFFERENCE
     assert _accepted(few) > 1.3 * _accepted(many)
+
+
+def test_the_engine_chooses_among_none_chains_and_trees() -> None:
+    """By drawn numbers, so that each kind of step meets each other; then by what it has measured."""
+    bounds = DraftBounds().with_tree(TreeShape.of(TREE["nodes"], TREE["depth"], TREE["width"]))
+    with demo_engine.start(
+        "graphs",
+        {"mode": "stage", "self_check_interval": 5, "tree": TREE, "draft_tokens": "auto"},
+        TREE["nodes"],
+        schedule=bounds.schedule,
+        max_model_len=1024,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        num_gpu_blocks_override=4096,
+        worker_extension_cls="tests.gpu.slot_probe.SlotProbe",
+    ) as llm:
+        report = llm.collective_rpc("nwor_report")[0]
+        assert report["draft_costs_why_not"] is None
+        costs = report["draft_costs"]
+        assert costs["draft_tokens"] == list(bounds.candidates)
+        print("milliseconds by requests:", costs["milliseconds"])
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        _run(llm, "off")
+        chains, own = _run(llm, "off"), scheduler.dynamic_sd_lookup
+        draws = random.Random(3)
+
+        class Drawn:
+            def __getitem__(self, requests: int) -> int:
+                return draws.choice(bounds.candidates)
+
+        scheduler.dynamic_sd_lookup = Drawn()
+        llm.collective_rpc("probe_start")
+        drawn = _run(llm, "stage")
+        slots = llm.collective_rpc("probe_stop")[0]
+        scheduler.dynamic_sd_lookup = own
+        assert demo_engine.own_synchronizations(llm, lambda: _run(llm, "stage", batch=3)) == []
+        many, few = _run(llm, "stage"), _run(llm, "stage", batch=3)
+        print(own.explain())
+    print(slots)
+    assert slots["accepted"] > 500
+    assert (slots["stray"], slots["unwritten"], slots["wrong"]) == (0, 0, 0)
+    for name, seen in (("drawn", drawn), ("many", many), ("few", few)):
+        difference, gap = near_ties.differences(seen, chains)
+        print(f"{name}: differ by {difference:.3f}, part at {gap:.3f}; accepted {_accepted(seen):.2f}")
+        assert gap <= near_ties.MOST_GAP
+        assert difference <= near_ties.MOST_DIFFERENCE

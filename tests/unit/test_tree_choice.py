@@ -149,7 +149,7 @@ def _record(drafts: list[int], sampled: list[int], facts: WorkerFacts) -> StepRe
     return StepRecord([str(index) for index in range(len(drafts))], treatment, as_bytes[1], facts, 0)
 
 
-@pytest.mark.parametrize(("drafts", "trees", "chains"), [((16, 3), 1, 0), ((9,), 0, 0), ((3, 2), 0, 2)])
+@pytest.mark.parametrize(("drafts", "trees", "chains"), [((16, 3), 1, 0), ((9, 2), 1, 0), ((3, 2), 0, 2)])
 def test_parts_of_trees_are_no_chains(drafts: tuple[int, ...], trees: int, chains: int) -> None:
     lengths, facts = DraftLengths(BOUNDS), WorkerFacts("stage", 1, 1)
     for _ in range(64):
@@ -179,3 +179,47 @@ def test_bounds_below_its_nodes_leave_trees_out() -> None:
     assert len(explained["tree_acceptance"]) == SHAPE.depth
     with pytest.raises(ConfigError, match="no CUDA graphs"):
         settle(BOUNDS, "8")
+
+
+def test_windows_that_were_not_attended_as_trees_say_nothing_of_them() -> None:
+    lengths = DraftLengths(BOUNDS)
+    for mode, inside in (("off", ""), ("stage", "fault")):
+        record = _record([16, 16], [1, 1], WorkerFacts(mode, 1, 1))
+        record = record._replace(treatment=record.treatment._replace(inside=inside))
+        for _ in range(64):
+            lengths.observe(record)
+    assert lengths.policy.tree_acceptance._tried.sum() == 0
+
+
+def test_what_no_step_has_room_for_is_not_chosen() -> None:
+    """A tree does not keep chains from being measured with more requests than it has room for."""
+    costs = _costs()
+    inf = float("inf")
+    rows = [tuple(inf if k == 16 and b > 16 else x for k, x in zip(costs.drafts, row, strict=True))
+            for b, row in zip(costs.requests, costs.seconds, strict=True)]  # fmt: skip
+    costs = StepCosts(costs.requests, costs.drafts, tuple(rows))
+    assert costs.step(16, 16) < inf
+    assert costs.step(17, 16) == inf
+    assert costs.step(200, 4) == _costs().step(200, 4)
+    assert costs.plain()["milliseconds"]["64"][-1] is None
+    policy = DraftLengthPolicy(BOUNDS)
+    policy.take_costs(costs)
+    _, made = _run(policy, policy.choose, 64, 600)
+    assert 16 not in made
+    assert "16" not in policy.explain()["milliseconds"]
+
+
+def test_where_costs_are_not_known_few_requests_have_trees() -> None:
+    lengths = DraftLengths(BOUNDS)
+    lengths.follow(WorkerFacts("stage", 1, 1))
+    assert [lengths[requests] for requests in (1, 11, 12, 48, 49, 500)] == [16, 16, 4, 4, 2, 2]
+    assert lengths.explain()["auto"] is False
+    lengths.follow(WorkerFacts("off", 2, 1))
+    assert lengths[1] == 4
+    lengths.follow(WorkerFacts("stage", 3, 1, None, "auto:0-3"))
+    assert lengths[1] == 3
+
+
+def test_bounds_that_somebody_named_are_not_widened() -> None:
+    with pytest.raises(ConfigError, match="auto:0-8 end at 8, and the tree has 16 nodes"):
+        NworConfig.from_mapping({"draft_tokens": "auto:0-8", "tree": {"nodes": 16}})

@@ -184,7 +184,7 @@ def test_a_step_is_walked_committed_and_flattened_as_in_plain_python() -> None:
 
     lengths, drafts = [13, 8, 7, 13, 1, 40], [12, 7, 4, 12, 0, 0]
     batch = _batch(lengths, drafts, slots, [100, 30, 7, 500, 12, 0])
-    plain = batch.positions.clone()
+    plain, local = batch.positions.clone(), batch.expanded_local_pos.clone()
     starts = batch.query_start_loc.tolist()
     rng = random.Random(1)
     logits = int(batch.cu_num_logits[-1])
@@ -214,6 +214,17 @@ def test_a_step_is_walked_committed_and_flattened_as_in_plain_python() -> None:
         row_tokens += [-1, *tree.tokens[1 : count + 1]]
         targets += goal
         paths.append(trees.walk(trees.Tree(tree.tokens, tree.parents, tree.depths, tree.masks), goal))
+    placed = tables.row_masks.clone(), batch.positions.clone(), batch.expanded_local_pos.clone()
+    for before in (placed, (torch.full_like(placed[0], -9), plain, local)):
+        tables.row_masks.copy_(before[0])
+        batch.positions.copy_(before[1])
+        batch.expanded_local_pos.copy_(before[2])
+        tables.place_plainly(batch)
+        windows = sum(lengths[:5])
+        assert torch.equal(tables.row_masks[:windows], placed[0][:windows])
+        assert torch.equal(batch.positions, placed[1])
+        assert torch.equal(batch.expanded_local_pos, placed[2])
+    tables.row_masks.copy_(placed[0])
     assert sum(map(len, paths)) > 8
     row_tokens += [-1, -1]
     targets += [41, 42]

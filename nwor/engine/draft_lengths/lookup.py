@@ -13,14 +13,20 @@ from typing import Any
 import numpy as np
 
 from nwor.config import DraftBounds
-from nwor.counts.records import StepRecord, WorkerFacts
+from nwor.counts.records import StepRecord, Treatment, WorkerFacts
 from nwor.draft_costs import StepCosts
 from nwor.engine.draft_lengths.policy import DraftLengthPolicy
 from nwor.modes import Mode
+from nwor.tree_shape import schedule
 
 #: Steps whose windows may wait to be taken in.
 MOST_WAITING = 16
 _INT32 = np.dtype(np.int32)
+
+
+def _attended(treatment: Treatment) -> bool:
+    """Return whether windows that are trees were attended as such."""
+    return treatment.mode == Mode.STAGE and not treatment.inside and not treatment.outside
 
 
 class DraftLengths:
@@ -41,6 +47,9 @@ class DraftLengths:
         self._started = started
         self._longest_chain = started.most if started.tree is None else started.tree.depth
         self._fixed: int | None = started.fixed
+        #: Trees for few requests and chains for more, where costs are not known.
+        self._schedule = [] if started.tree is None else schedule(started.tree, None, 1 << 30)
+        self._by_requests = False
         self._why = "no step has been verified yet"
         self._facts: WorkerFacts | None = None
         self._waiting: list[StepRecord] = []
@@ -49,10 +58,14 @@ class DraftLengths:
 
     def __getitem__(self, requests: int) -> int:
         """Return the draft tokens that a step of so many requests makes for each of them."""
-        chosen = self.policy.choose(requests) if self._fixed is None else self._fixed
+        if self._by_requests:
+            chosen = next(drafts for _, last, drafts in self._schedule if requests <= last)
+            chosen = self.policy.nearest(chosen)
+        else:
+            chosen = self.policy.choose(requests) if self._fixed is None else self._fixed
         self.steps[chosen] += 1
         # A step that tries whether drafts would be accepted again ends nothing.
-        if self.policy.chosen if self._fixed is None else self._fixed:
+        if self._by_requests or (self.policy.chosen if self._fixed is None else self._fixed):
             self._none_since = None
         elif self._none_since is None:
             self._none_since = time.monotonic()
@@ -80,6 +93,7 @@ class DraftLengths:
         """Do as the workers were told: choose within bounds, or keep to a number."""
         self._facts = facts
         wanted = facts.draft_tokens
+        self._by_requests = False
         if wanted.isdecimal():
             self._fixed, self._why = int(wanted), f"fixed at {wanted} by request"
             return
@@ -91,6 +105,9 @@ class DraftLengths:
             self._why = f"the mode is {facts.mode}: numbers are chosen in stage alone"
         elif self.policy.costs is None:
             self._why = "the costs of steps were not measured"
+            if self.policy.tree is not None and bounds == self._started:
+                self._by_requests = True
+                self._why = "trees for few requests and chains for more, since costs were not measured"
         else:
             self._fixed = None
 
@@ -101,12 +118,12 @@ class DraftLengths:
             drafts = np.frombuffer(record.treatment.drafts, _INT32)
             accepted = np.maximum(np.frombuffer(record.sampled, _INT32), 1) - 1
             if self.policy.tree is not None:
-                whole = drafts == self.policy.tree
-                # Beside whole trees shorter windows are parts of such; longer ones than chains are, too.
-                of_use = whole if whole.any() else drafts <= self._longest_chain
-                drafts, accepted = drafts[of_use], accepted[of_use]
-                if not len(drafts):
-                    continue
+                # What is longer than chains is a tree or its first rows, and so is all beside it.
+                trees = drafts > self._longest_chain
+                if trees.any():
+                    if not _attended(record.treatment):
+                        continue
+                    drafts, accepted = np.full(trees.sum(), self.policy.tree, _INT32), accepted[trees]
             first = int(drafts[0])
             if (drafts == first).all():
                 by_drafts.setdefault(first, []).append(accepted)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -160,13 +161,16 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
         for count in REQUESTS_CPU if cpu else REQUESTS:
             if (
                 count > runner.max_num_reqs
-                or count * (1 + bounds.most) > runner.max_num_tokens
+                or count * (1 + numbers[0]) > runner.max_num_tokens
                 or requests.blocks(count, prompt + room) > blocks
             ):
                 break
             requests.begin(count, prompt, room, numbers[0])
             row, before = [], numbers[0]
             for drafts in numbers:
+                if count * (1 + drafts) > runner.max_num_tokens:
+                    row.append(inf)
+                    continue
                 requests.step(before, drafts)
                 for _ in range(SETTLE):
                     requests.step(drafts, drafts)

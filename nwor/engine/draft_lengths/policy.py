@@ -15,6 +15,7 @@ estimated for itself, by depth.
 from __future__ import annotations
 
 from collections import deque
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -206,8 +207,9 @@ class DraftLengthPolicy:
             self._prompts.append(prompt)
         elif seconds > 0 and self.costs is not None and requests and drafts in self.costs.drafts:
             expected = self.costs.step(requests, drafts)
-            beyond = min(seconds, 4.0 * expected) - expected
-            self._extra += EXTRA_WEIGHT * (beyond - self._extra)
+            if isfinite(expected):
+                beyond = min(seconds, 4.0 * expected) - expected
+                self._extra += EXTRA_WEIGHT * (beyond - self._extra)
 
     def explain(self) -> dict[str, Any]:
         """Return what is chosen and why, as plain JSON values."""
@@ -226,6 +228,8 @@ class DraftLengthPolicy:
             result["tree_acceptance"] = [round(value, 4) for value in self._tree_accepted()]
         if self.costs is not None and self._looked_at:
             for drafts, cost in self._found.items():
+                if not isfinite(cost):
+                    continue  # no step has room for that
                 seconds = self.costs.step(self._looked_at, drafts) + self._extra
                 result["milliseconds"][str(drafts)] = round(1e3 * seconds, 3)
                 result["tokens_per_second"][str(drafts)] = round(1.0 / cost, 1)

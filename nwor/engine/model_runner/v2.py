@@ -15,6 +15,7 @@ from nwor.engine.request_isolation.v2 import IsolatingRunnerV2
 from nwor.engine.stats.step_messages import in_flight_of
 from nwor.engine.step_plan import StepPlan, takes_over_blocks
 from nwor.engine.trees.decoding import TreeDecoding
+from nwor.modes import Mode
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -115,11 +116,19 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
 
     def _nwor_place(self, trees: TreeDecoding, batch: InputBatch, plan: StepPlan | None) -> None:
         """Give rows what their trees say; after an error the step is direct, and takes in no node."""
+        state = self.nwor.state
         try:
             trees.place(batch)
         except Exception as error:
-            self.nwor.state.fail("place", error)
-            if plan is not None and plan.num_requests:
+            shared = state.graphs_mode is Mode.STAGE and state.shared_graphs
+            state.fail("place", error)
+            if plan is None or not plan.num_requests:
+                return
+            if shared:
+                # The ranks beside this one are about to replay a graph of `stage`, and it has to as well.
+                trees.tables.place_plainly(batch)
+                plan.fail()
+            else:
                 plan.go_direct("fault")
 
     def postprocess_sampled(

@@ -21,6 +21,7 @@ from nwor.engine.eligibility import Unsupported, check_engine, check_graphs, mem
 from nwor.engine.fastpath import worker as fast_paths
 from nwor.engine.model_runner.v2 import NworRunnerV2
 from nwor.modes import Mode
+from nwor.tree_shape import TreeKind
 
 logger = logging.getLogger("vllm.nwor.runner")
 
@@ -174,4 +175,7 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             taken += expected_bytes(windows, samples, 0)
             passes = len(bounds.candidates) * len(manager._capture_descs.get(CUDAGraphMode.FULL, []))
             taken += passes * LEAST_GRAPH_BYTES
+            if bounds.tree is not None and bounds.tree.kind is TreeKind.GROWN:
+                # A pass has logits of each node that it expands; vLLM measured those of chains.
+                taken += self.max_num_reqs * bounds.tree.width * self.vocab_size * itemsize
         return taken

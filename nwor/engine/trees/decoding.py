@@ -47,7 +47,8 @@ class TreeDecoding:
         self._agreement = Agreement(runner.device)
         # What the ranks have agreed on in the step under way.
         self._refusing: torch.Tensor | None = None
-        runner.rejection_sampler = TreeSampler(runner.rejection_sampler, tables, self._refusing_now)
+        self._sampler = TreeSampler(runner.rejection_sampler, tables, self._refusing_now)
+        runner.rejection_sampler = self._sampler
         self._drafts = TreeDrafts(runner.speculator, tables, self._refusing_next)
 
     @classmethod
@@ -76,8 +77,19 @@ class TreeDecoding:
 
     def attach(self, windows: WindowManager, runner: Any) -> None:
         """Let a rank's windows be trees, once its layers are bound and before graphs are captured."""
+        # vLLM forgets what was made beside weights where it sleeps deeply, and keeps what is made here.
+        for owner in (
+            self.tables,
+            self.tables.candidates,
+            self._agreement,
+            self._sampler,
+            self._drafts.growth,
+        ):
+            _make_anew(owner)
         self._windows = windows
         windows.state.chain_requests = self.chains
+        if windows.window is None:
+            logger.warning("Windows are never trees: nothing is staged in this engine")
         windows.use_trees(self.tables)
         if self._drafts.growth is not None:
             self._drafts.growth.attach(draft_layers(runner), runner.nwor_cache_views)
@@ -140,3 +152,12 @@ class TreeDecoding:
             self.tables.settle_plainly(batch, num_sampled)
             if self._windows is not None:
                 self._windows.state.fail("settle", error)
+
+
+def _make_anew(owner: object) -> None:
+    """Put the tensors of an object into memory that is allocated now."""
+    for name, value in list(vars(owner).items()) if owner is not None else ():
+        if isinstance(value, torch.Tensor):
+            setattr(owner, name, value.clone())
+        elif isinstance(value, (list, tuple)) and value and all(isinstance(x, torch.Tensor) for x in value):
+            setattr(owner, name, type(value)(x.clone() for x in value))

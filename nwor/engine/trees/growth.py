@@ -17,6 +17,7 @@ from nwor.engine.attention.attachment import CacheViews
 from nwor.engine.attention.draft_window import DraftWindow, DraftWindowStep
 from nwor.engine.trees.growth_kernels import Candidates
 from nwor.engine.trees.top_tokens import top_tokens
+from nwor.errors import ConfigError
 
 
 class TreeGrowth:
@@ -37,8 +38,18 @@ class TreeGrowth:
         self._pass = torch.zeros((), dtype=torch.int64, device=device)
 
     def attach(self, layers: list[Any], cache_views: CacheViews) -> None:
-        """Give the drafter's layers their windows: its cache is allocated, no graph is captured yet."""
+        """Give the drafter's layers their windows: its cache is allocated, no graph is captured yet.
+
+        Raises:
+            ConfigError: their attention is one that knows no windows.
+
+        """
         speculator, candidates = self._speculator, self._candidates
+        if not all(hasattr(layer.impl, "nwor_draft_window") for layer in layers):
+            raise ConfigError(
+                "trees of draft tokens are not possible here: NWOR does not extend the drafter's attention "
+                "backend; choose another (--attention-backend), or drop --tree-nodes"
+            )
         self._windows = []
         if candidates.window:
             dtype = speculator.vllm_config.model_config.dtype

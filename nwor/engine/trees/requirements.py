@@ -61,6 +61,8 @@ def why_not(vllm_config: Any, config: Any) -> str | None:
         return "adaptive verification shortens windows by its own scores"
     if Mode.STAGE not in config.modes:
         return "mode 'stage' is not enabled"
+    if getattr(parallel, "enable_batch_sharded_sampling", False):
+        return "ranks sample a part of the requests each (enable_batch_sharded_sampling)"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline stages hold windows back as chains"
     lengths = {drafts for _, _, drafts in speculative.num_speculative_tokens_per_batch_size or ()}

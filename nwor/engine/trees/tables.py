@@ -145,6 +145,36 @@ class TreeTables:
             num_warps=1,
         )
 
+    def place_plainly(self, batch: Any) -> None:
+        """Do as :meth:`place` by PyTorch's own kernels, where ours could not be launched.
+
+        Args:
+            batch: as above. What was placed already stays as it is.
+
+        """
+        starts, logits = batch.query_start_loc, batch.cu_num_logits
+        row = torch.arange(batch.num_tokens, device=self._device)
+        ends = starts[1 : batch.num_reqs + 1].contiguous()
+        request = torch.searchsorted(ends, row.to(torch.int32), right=True).clamp(max=batch.num_reqs - 1)
+        start, length = starts[request].long(), (ends[request] - starts[request]).long()
+        first_logit = logits[request].long()
+        lead = length - (logits[request + 1].long() - first_logit)
+        own, node = row - start, row - start - lead
+        window = length <= self.shape.nodes + 1
+        is_node = window & (node > 0)
+        slot, place = batch.idx_mapping[request].long(), node.clamp(0, self.shape.nodes)
+        depth, sees = self._depths[slot, place].long(), self._masks[slot, place]
+        one = torch.ones_like(sees)
+        before = (one << lead.clamp(0, 63)) - 1
+        causal = (((one << own.clamp(0, 63)) - 1) << 1) | 1
+        old = self.row_masks[: batch.num_tokens]
+        masks = torch.where(is_node, (sees << lead.clamp(0, 63)) | before, causal)
+        old.copy_(torch.where(window, masks, old))
+        base = batch.positions[(start + lead).clamp(max=batch.num_tokens - 1)]
+        old = batch.positions[: batch.num_tokens]
+        old.copy_(torch.where(is_node, base + depth, old))
+        batch.expanded_local_pos[(first_logit + node)[is_node]] = depth[is_node].to(torch.int32)
+
     def walk(
         self,
         targets: torch.Tensor,
