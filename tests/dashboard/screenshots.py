@@ -19,8 +19,8 @@ FOLDER = ROOT / "docs" / "screenshots"
 
 #: Name, colour scheme, width, height, pixels per CSS pixel.
 PICTURES = (
-    ("dashboard-light", "light", 1360, 1180, 1.0),
-    ("dashboard-dark", "dark", 1360, 1180, 1.0),
+    ("dashboard-light", "light", 1360, 1430, 1.0),
+    ("dashboard-dark", "dark", 1360, 1430, 1.0),
     ("dashboard-phone", "light", 390, 844, 2.0),
 )
 

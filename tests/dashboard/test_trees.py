@@ -17,7 +17,8 @@ from tests.waiting import wait_until
 TREE = TreeShape.of(16, 6, 4)
 #: For Metrics.add_windows: 11 of the nodes of four windows are accepted.
 WALKS = [1, 0, 1, 1, 0, 0, 1]
-NONE = "\N{EN DASH}"
+#: As the page writes them.
+NONE, APOSTROPHE = "\N{EN DASH}", "\N{RIGHT SINGLE QUOTATION MARK}"
 
 
 def rows(page: Any, selector: str) -> list[list[str]]:
@@ -82,7 +83,7 @@ def test_chains_have_positions_and_nothing_of_trees(stand_in: StandIn, visit: Se
 def test_trees_are_shown_by_shape_depth_and_nodes(trees: StandIn, visit: Seen) -> None:
     trees.metrics.add_windows([1])
     page = visit(trees.url).open()
-    shape = "16 nodes, 6 deep: of a tree’s 16 draft tokens a step accepts 6 at most."
+    shape = f"16 nodes, 6 deep: of a tree{APOSTROPHE}s 16 draft tokens a step accepts 6 at most."
     assert text(page, "#tree-shape") == f"{shape} The admin key shows kind and width."
     assert text(page, "#positions-title") == "Acceptance by depth"
     trees.metrics.add_windows(WALKS)

@@ -43,7 +43,7 @@ def why_not(vllm_config: Any, config: Any) -> str | None:
     if speculative is None:
         return "the engine was started without speculative decoding"
     if not vllm_config.use_v2_model_runner:
-        return "they need vLLM's model runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)"
+        return "they need vLLM's model runner V2 (VLLM_USE_V2_MODEL_RUNNER=1, and on a CPU a Triton for CPUs)"
     if speculative.method not in METHODS:
         return f"the drafter is {speculative.method!r}, and they are for {' and '.join(METHODS)}"
     if speculative.num_speculative_tokens != config.tree.nodes:

@@ -270,7 +270,7 @@ function render() {
   setText("tokens-more", `${verified ? `of ${verified} verified` : "no windows"} in the ${words}`);
   setText("tokens-start", `${format.ratio(total.tokensPerStep)} since the start`);
   setText("acceptance", format.percent(recent.acceptance));
-  const drafts = `${format.count(recent.acceptedTokens)} of ${format.count(recent.draftTokens)}`;
+  const drafts = `${format.number(recent.acceptedTokens)} of ${format.number(recent.draftTokens)}`;
   setText("acceptance-more", `${recent.draftTokens > 0 ? drafts : "no draft tokens"} in the ${words}`);
   setText("acceptance-start", `${format.percent(total.acceptance)} since the start`);
   setText("saved", format.percent(recent.saved));
