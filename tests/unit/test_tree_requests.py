@@ -52,6 +52,8 @@ def test_the_others_have_trees() -> None:
 
 
 class _Tables:
+    candidates = None
+
     def __init__(self) -> None:
         self.linear: dict[int, bool] = {}
 
@@ -74,7 +76,8 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> Any:
     config = NworConfig.from_mapping({"tree": {"nodes": 8, "depth": 4}})
     made = TreeDecoding(runner, _Tables())  # type: ignore[arg-type]
     state = WorkerState(config, Mode.STAGE)
-    made.attach(SimpleNamespace(state=state, use_trees=lambda tables: None), runner)  # type: ignore[arg-type]
+    windows: Any = SimpleNamespace(state=state, use_trees=lambda tables: None, window=object())
+    made.attach(windows, runner)
     return SimpleNamespace(made=made, state=state)
 
 
@@ -149,15 +152,19 @@ def test_the_ledger_names_what_trees_exchange(kind: TreeKind, monkeypatch: pytes
     monkeypatch.setattr(growth.draft_window, "attach", lambda *args: [])
     shape = TreeShape.of(8, 4, kind=kind)
     candidates = SimpleNamespace(window=12) if kind is TreeKind.GROWN else None
-    tables: Any = SimpleNamespace(shape=shape, path=torch.zeros(2, 9), candidates=candidates)
+    first = torch.zeros(2, 9)
+    tables: Any = SimpleNamespace(shape=shape, path=first, candidates=candidates)
     runner, speculator = _Stock(), _Stock()
     given = {"model_config": SimpleNamespace(logits_processors=None), "speculator": speculator}
     vars(runner).update(given)
     made = TreeDecoding(runner, tables)
     state = WorkerState(NworConfig.from_mapping({"tree": shape.to_mapping()}), Mode.STAGE)
-    made.attach(SimpleNamespace(state=state, use_trees=lambda tables: None), runner)  # type: ignore[arg-type]
+    windows: Any = SimpleNamespace(state=state, use_trees=lambda tables: None, window=object())
+    made.attach(windows, runner)
     assert vars(speculator).keys() == _listed("nwor.engine.trees.speculator")
     assert vars(runner).keys() - given.keys() == {"rejection_sampler"}
     assert isinstance(runner.rejection_sampler, RejectionSampler)
+    # Made anew, out of memory that sleeping may empty.
+    assert tables.path.data_ptr() != first.data_ptr()
     # Of what the runner holds the ledger names the class.
     assert _listed("nwor.engine.trees.decoding") == {"RejectionSampler"}

@@ -156,8 +156,9 @@ class TreeDecoding:
 
 def _make_anew(owner: object) -> None:
     """Put the tensors of an object into memory that is allocated now."""
-    for name, value in list(vars(owner).items()) if owner is not None else ():
+    held = vars(owner) if owner is not None else {}
+    for name, value in held.items():
         if isinstance(value, torch.Tensor):
-            setattr(owner, name, value.clone())
+            held[name] = value.clone()
         elif isinstance(value, (list, tuple)) and value and all(isinstance(x, torch.Tensor) for x in value):
-            setattr(owner, name, type(value)(x.clone() for x in value))
+            held[name] = type(value)(x.clone() for x in value)
