@@ -127,7 +127,6 @@ def use_draft(args: argparse.Namespace, default: int | str, device_type: str) ->
         raise UsageError(f"{flag} and {other} both configure speculative decoding: drop one of them")
     drafter = _drafter(args)
     model = args.draft if args.draft is not None else args.model
-    _check_vllm(drafter.method)
     _check_path(drafter.method, model)
     _check_runner(drafter.method)
     if drafter.method == "ngram_gpu" and device_type == "cpu":
@@ -145,6 +144,7 @@ def use_draft(args: argparse.Namespace, default: int | str, device_type: str) ->
         most = args.max_num_seqs or MOST_REQUESTS
         by_requests = schedule(tree, args.tree_requests, most)
         lengths["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in by_requests]
+    _check_vllm(drafter.method)
     config: dict[str, Any] = dict(METHODS[drafter.method])
     if args.draft is not None:
         config["model"] = args.draft

@@ -6,13 +6,14 @@ import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from server import demo, environment
+from server.drafters import METHODS
 from server.errors import StartupError, UsageError
 from server.options import (
     CPU_KV_CACHE_BYTES,
@@ -32,6 +33,13 @@ from server.options import (
 )
 
 DEFAULT_MODEL = "owner/default"
+
+
+@pytest.fixture(autouse=True)
+def _every_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a vLLM with every method, whichever is installed: 0.33 lacks some."""
+    methods = tuple(settings["method"] for settings in METHODS.values())
+    monkeypatch.setattr("vllm.config.speculative.SpeculativeMethod", Literal[methods])
 
 
 def parse(*flags: str, **vllm: Any) -> argparse.Namespace:
