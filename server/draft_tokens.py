@@ -54,7 +54,7 @@ def settle(
 
     """
     wanted, asked = args.num_speculative_tokens, args.num_speculative_tokens is not None
-    config = _configured(args)
+    config = configured_nwor(args)
     configured = None if config is None else config.draft_tokens
     if configured is not None:
         if asked:
@@ -124,14 +124,14 @@ def why_not_auto(args: argparse.Namespace, method: str, device_type: str) -> str
         )
     if args.scheduler_cls is not None:
         return "--scheduler-cls names a scheduler that does not choose: drop it, or give a number"
-    config, flag = _configured(args), args.nwor_modes
+    config, flag = configured_nwor(args), args.nwor_modes
     named = config.modes if config is not None else (flag or Mode.STAGE).split(",")
     if Mode.STAGE not in {word.strip().lower() for word in named}:
         return "only mode stage has graphs for other numbers: add stage to --nwor-modes, or give a number"
     return None
 
 
-def _configured(args: argparse.Namespace) -> NworConfig | None:
+def configured_nwor(args: argparse.Namespace) -> NworConfig | None:
     """Return NWOR's settings that stand in ``--additional-config``; None where there are none.
 
     Raises:

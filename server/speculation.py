@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from nwor.config import NworConfig
-from nwor.errors import ConfigError
 from nwor.tree_shape import schedule
 from server import draft_tokens
 from server.drafters import (
@@ -175,7 +173,7 @@ def _use_tree(args: argparse.Namespace, method: str) -> None:
     """Have as many draft tokens as a tree has nodes, where the flags or NWOR's settings ask for one."""
     tree = tree_of(args)
     if tree is None:
-        config = _configured(args)
+        config = draft_tokens.configured_nwor(args)
         if config is not None and config.tree is not None:
             if args.num_speculative_tokens is None and config.draft_tokens is None:
                 args.num_speculative_tokens = config.tree.nodes
@@ -198,13 +196,6 @@ def _use_tree(args: argparse.Namespace, method: str) -> None:
     if wanted is None:
         args.num_speculative_tokens = tree.nodes
     args.draft_sampling = "greedy"
-
-
-def _configured(args: argparse.Namespace) -> NworConfig | None:
-    try:
-        return NworConfig.from_additional_config(args.additional_config)
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
 
 
 def _drafter(args: argparse.Namespace) -> Drafter:

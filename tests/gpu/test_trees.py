@@ -27,6 +27,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 TREE: dict[str, Any] = {"nodes": 16, "depth": 8, "width": 4}
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 1024,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 4096,
+    "worker_extension_cls": "tests.gpu.slot_probe.SlotProbe",
+}
 PROMPTS = 64
 NEW_TOKENS = 64
 
@@ -38,11 +45,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
         request.param,
         {"mode": "stage", "self_check_interval": 5, "tree": {**TREE, "kind": kind}},
         TREE["nodes"],
-        max_model_len=1024,
-        max_num_seqs=64,
-        max_num_batched_tokens=512,
-        num_gpu_blocks_override=4096,
-        worker_extension_cls="tests.gpu.slot_probe.SlotProbe",
+        **SETTINGS,
     ) as llm:
         yield llm
 
@@ -147,11 +150,7 @@ def test_few_requests_have_trees_and_many_chains() -> None:
         {"mode": "stage", "self_check_interval": 5, "tree": TREE},
         TREE["nodes"],
         schedule=[(1, 4, TREE["nodes"]), (5, 64, 4)],
-        max_model_len=1024,
-        max_num_seqs=64,
-        max_num_batched_tokens=512,
-        num_gpu_blocks_override=4096,
-        worker_extension_cls="tests.gpu.slot_probe.SlotProbe",
+        **SETTINGS,
     ) as llm:
         _run(llm, "off")
         chains, many, few = _run(llm, "off"), _run(llm, "stage"), _run(llm, "stage", batch=3)
@@ -171,11 +170,7 @@ def test_the_engine_chooses_among_none_chains_and_trees() -> None:
         {"mode": "stage", "self_check_interval": 5, "tree": TREE, "draft_tokens": "auto"},
         TREE["nodes"],
         schedule=bounds.schedule,
-        max_model_len=1024,
-        max_num_seqs=64,
-        max_num_batched_tokens=2048,
-        num_gpu_blocks_override=4096,
-        worker_extension_cls="tests.gpu.slot_probe.SlotProbe",
+        **SETTINGS | {"max_num_batched_tokens": 2048},
     ) as llm:
         report = llm.collective_rpc("nwor_report")[0]
         assert report["draft_costs_why_not"] is None

@@ -71,7 +71,7 @@ class AcceptanceEstimate:
     @property
     def accepted(self) -> list[float]:
         """Chance that all drafts up to each position are accepted."""
-        return list(accumulate(self.chances, mul))
+        return self.accepted_after(PRIOR)
 
     def accepted_after(self, before: float) -> list[float]:
         """Return the same where ``before`` is assumed of the first draft."""

@@ -61,7 +61,8 @@ class DraftLengthPolicy:
         self.acceptance = AcceptanceEstimate(started.most)
         #: Draft tokens of a window that is a tree; None where all windows are chains.
         self.tree = None if started.tree is None else started.most
-        self.tree_acceptance = AcceptanceEstimate(0 if started.tree is None else started.tree.depth)
+        self._depth = 0 if started.tree is None else started.tree.depth
+        self.tree_acceptance = AcceptanceEstimate(self._depth)
         self.costs: StepCosts | None = None
         self.chosen = bounds.fixed
         self.why = "the costs of steps are not known yet"
@@ -130,7 +131,7 @@ class DraftLengthPolicy:
         """Return whether a tree would be chosen if all of its levels were accepted."""
         if self.tree is None or self.tree not in self._candidates or self.chosen not in self._found:
             return False
-        best = self._cost(requests, self.tree, 1.0 + len(self.tree_acceptance.chances))
+        best = self._cost(requests, self.tree, 1.0 + self._depth)
         return best < self._found[self.chosen]
 
     def _expected_tokens(self) -> dict[int, float]:
@@ -183,8 +184,7 @@ class DraftLengthPolicy:
 
         """
         if drafts == self.tree:
-            depth = len(self.tree_acceptance.chances)
-            self.tree_acceptance.add(depth, np.minimum(accepted, depth))
+            self.tree_acceptance.add(self._depth, np.minimum(accepted, self._depth))
         else:
             self.acceptance.add(drafts, accepted)
 

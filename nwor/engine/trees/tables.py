@@ -145,6 +145,20 @@ class TreeTables:
             num_warps=1,
         )
 
+    def _rows_of(self, batch: Any) -> tuple[torch.Tensor, ...]:
+        """Return [rows] five times, int64 and at the end bool, without a kernel of ours.
+
+        Each row of the step, its request, where that begins, how many rows stand before the last certain
+        token, and whether the request is a window.
+        """
+        starts, logits = batch.query_start_loc, batch.cu_num_logits
+        row = torch.arange(batch.num_tokens, device=self._device)
+        ends = starts[1 : batch.num_reqs + 1].contiguous()
+        request = torch.searchsorted(ends, row.to(ends.dtype), right=True).clamp(max=batch.num_reqs - 1)
+        start, length = starts[request].long(), (ends[request] - starts[request]).long()
+        lead = length - (logits[request + 1] - logits[request]).long()
+        return row, request, start, lead, length <= self.shape.nodes + 1
+
     def place_plainly(self, batch: Any) -> None:
         """Do as :meth:`place` by PyTorch's own kernels, where ours could not be launched.
 
@@ -152,15 +166,9 @@ class TreeTables:
             batch: as above. What was placed already stays as it is.
 
         """
-        starts, logits = batch.query_start_loc, batch.cu_num_logits
-        row = torch.arange(batch.num_tokens, device=self._device)
-        ends = starts[1 : batch.num_reqs + 1].contiguous()
-        request = torch.searchsorted(ends, row.to(torch.int32), right=True).clamp(max=batch.num_reqs - 1)
-        start, length = starts[request].long(), (ends[request] - starts[request]).long()
-        first_logit = logits[request].long()
-        lead = length - (logits[request + 1].long() - first_logit)
+        row, request, start, lead, window = self._rows_of(batch)
+        first_logit = batch.cu_num_logits[request].long()
         own, node = row - start, row - start - lead
-        window = length <= self.shape.nodes + 1
         is_node = window & (node > 0)
         slot, place = batch.idx_mapping[request].long(), node.clamp(0, self.shape.nodes)
         depth, sees = self._depths[slot, place].long(), self._masks[slot, place]
@@ -257,18 +265,13 @@ class TreeTables:
             num_sampled: likewise.
 
         """
-        starts, logits = batch.query_start_loc, batch.cu_num_logits
-        row = torch.arange(batch.num_tokens, dtype=torch.int32, device=self._device)
-        ends = starts[1 : batch.num_reqs + 1].contiguous()
-        request = torch.searchsorted(ends, row, right=True).clamp(max=batch.num_reqs - 1)
-        start, length = starts[request], ends[request] - starts[request]
-        lead = length - (logits[request + 1] - logits[request])
+        row, request, start, lead, window = self._rows_of(batch)
         node = row - start - lead
-        way = self.path[batch.idx_mapping[request].long(), node.clamp(0, self.shape.nodes).long()]
+        way = self.path[batch.idx_mapping[request].long(), node.clamp(0, self.shape.nodes)]
         source = torch.where(node < num_sampled[request], start + lead + way, -1)
         source = torch.where(node <= 0, row, source)
         old = self.source_rows[: batch.num_tokens]
-        old.copy_(torch.where(length > self.shape.nodes + 1, old, source.to(torch.int32)))
+        old.copy_(torch.where(window, source.to(torch.int32), old))
 
     def flatten(self, batch: Any, states: list[torch.Tensor]) -> None:
         """Put what the drafter reads of a step into the order of a chain, in place.
