@@ -140,6 +140,8 @@ class NworConfig:
             vLLM's own settings fix it.
         draft_vocabulary: the tokens that an EAGLE head drafts of; None where it may draft any.
         tree: how large the trees of draft tokens are; None where windows are chains.
+        tree_acceptance_rates: for benchmarks under vLLM's synthetic rejection, whose own rates are those of
+            chains: chance that a step accepts the first node of a tree, the first two, and so on.
         attention_backends: those of :data:`ATTENTION_BACKENDS` with which windows are staged; of no matter on
             a CPU. "triton" is experimental.
 
@@ -155,6 +157,7 @@ class NworConfig:
     draft_tokens: DraftBounds | None = None
     draft_vocabulary: VocabularyChoice | None = None
     tree: TreeShape | None = None
+    tree_acceptance_rates: tuple[float, ...] = ()
     attention_backends: tuple[str, ...] = ("flash",)
 
     def __post_init__(self) -> None:
@@ -216,6 +219,10 @@ class NworConfig:
             values["tree"] = TreeShape.from_mapping(settings["tree"])
             if "draft_tokens" in values:
                 values["draft_tokens"] = values["draft_tokens"].with_tree(values["tree"])
+        if settings.get("tree_acceptance_rates"):
+            values["tree_acceptance_rates"] = _parse_rates(
+                settings["tree_acceptance_rates"], values.get("tree")
+            )
         return cls(**values)
 
     @classmethod
@@ -249,8 +256,20 @@ class NworConfig:
             "draft_tokens": None if self.draft_tokens is None else str(self.draft_tokens),
             "draft_vocabulary": None if self.draft_vocabulary is None else str(self.draft_vocabulary),
             "tree": None if self.tree is None else self.tree.to_mapping(),
+            "tree_acceptance_rates": list(self.tree_acceptance_rates),
             "attention_backends": list(self.attention_backends),
         }
+
+
+def _parse_rates(value: object, tree: TreeShape | None) -> tuple[float, ...]:
+    wanted = "NWOR setting 'tree_acceptance_rates' must be a list of falling numbers from 0 to 1"
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 <= rate <= 1 for rate in value
+    ):
+        raise ConfigError(f"{wanted}, not {value!r}")
+    if tree is None or len(value) != tree.depth or list(value) != sorted(value, reverse=True):
+        raise ConfigError(f"{wanted}, one for each level of the tree, not {value!r}")
+    return tuple(map(float, value))
 
 
 def _parse_modes(value: object) -> tuple[Mode, ...]:

@@ -33,7 +33,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--lengths", default="512/256", help="medians of prompts and answers, several by commas"
     )
-    parser.add_argument("--acceptance", default="heads", help="heads, a number for each draft, or own")
+    parser.add_argument(
+        "--acceptance", default="heads", help="heads, a name in curves.json, a number for each draft, or own"
+    )
     parser.add_argument("--k", type=int, default=4, help="draft tokens of arms without one of their own")
     parser.add_argument("--shared", type=float, default=0.0, help="share of prompts with a common prefix")
     parser.add_argument("--rounds", type=int, default=12, help="at most")
@@ -79,6 +81,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"more clients than --max-seqs {args.max_seqs}: they would wait in the queue")
     args.lengths = [plan.parse_lengths(text, args.max_len) for text in args.lengths.split(",")]
     models.rates(args.acceptance, args.k)
+    for arm in args.arms:
+        models.tree_rates(args.acceptance, arm)
     args.scale = args.scale or {"1b": 2.0}.get(args.shape, 1.0)
 
 
@@ -127,6 +131,7 @@ def main(argv: list[str]) -> int:
             common,
             modes,
             arm,
+            models.tree_rates(args.acceptance, arm),
         )
         for arm in args.arms
     }

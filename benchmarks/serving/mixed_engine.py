@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.serving import mixed_cells, models, results
 from benchmarks.serving.mixed_cells import LONG, Cell, Step
+from benchmarks.serving.plan import Arm
 
 #: Context of the requests that decode, when a cell begins: this and a little more each.
 CONTEXT = 512
@@ -74,7 +75,9 @@ class Rig:
             enable_prefix_caching=False,
             kv_cache_dtype=args.cache_dtype,
             kv_cache_memory_bytes=int(args.cache_gib * 2**30),
-            speculative_config=models.speculation(draft, "eagle", args.k, args.acceptance),
+            speculative_config=models.speculation(
+                draft, "eagle", Arm("stage", "stage", args.k), args.acceptance, 1
+            ),
             disable_log_stats=False,  # as a server
             seed=0,
             **extra,

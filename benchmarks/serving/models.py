@@ -14,9 +14,33 @@ from nwor.tree_shape import schedule
 #: Chance that a whole run of drafts up to a position is accepted, as EAGLE-3 on Llama-3.1-8B has it in vLLM's
 #: own tests (three positions); the fourth and those behind it go on by the same factor.
 HEADS = (0.73, 0.52, 0.35, 0.24)
+#: Acceptance that was measured, by name: chains by position, and trees of each shape by depth.
+CURVES = Path(__file__).with_name("curves.json")
 DEMO = "demo"
 #: The demo model's longest sequence.
 DEMO_LEN = 2048
+
+
+def _curves() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(CURVES.read_text("utf-8"))
+    return found
+
+
+def tree_rates(acceptance: str, arm: Arm) -> list[float] | None:
+    """Return NWOR's ``tree_acceptance_rates`` of an arm; None for chains and for the model's own.
+
+    Raises:
+        ValueError: if nobody knows how a tree of this shape is accepted.
+
+    """
+    if arm.tree is None or acceptance == "own":
+        return None
+    shape = arm.name.partition("@")[2]
+    curve = _curves().get(acceptance, {})
+    if shape not in curve.get("trees", {}):
+        raise ValueError(f"--acceptance {acceptance} says nothing of {arm.name}: measure it (README.md)")
+    result: list[float] = curve["trees"][shape]
+    return result
 
 
 def rates(acceptance: str, k: int) -> list[float] | None:
@@ -26,8 +50,8 @@ def rates(acceptance: str, k: int) -> list[float] | None:
     conditional ones itself.
 
     Args:
-        acceptance: ``heads`` for :data:`HEADS`; a number for the chance of each draft whose predecessors were
-            accepted; ``own`` for what the model and its head really do.
+        acceptance: ``heads`` for :data:`HEADS`; a name in :data:`CURVES`; a number for the chance of each
+            draft whose predecessors were accepted; ``own`` for what the model and its head really do.
         k: draft tokens of a step.
 
     Returns:
@@ -39,17 +63,19 @@ def rates(acceptance: str, k: int) -> list[float] | None:
     """
     if acceptance == "own":
         return None
-    if acceptance == "heads":
-        result = list(HEADS[:k])
+    curve = HEADS if acceptance == "heads" else _curves().get(acceptance, {}).get("chain")
+    if curve is not None:
+        result = list(curve[:k])
         while len(result) < k:
-            result.append(round(result[-1] * HEADS[-1] / HEADS[-2], 4))
+            result.append(round(result[-1] * curve[-1] / curve[-2], 4))
         return result
     try:
         each = float(acceptance)
     except ValueError:
         each = -1.0
     if not 0 <= each <= 1:
-        raise ValueError(f"{acceptance!r} is no acceptance: use heads, own, or a number from 0 to 1")
+        names = ", ".join(["heads", *_curves()])
+        raise ValueError(f"{acceptance!r} is no acceptance: use {names}, own, or a number from 0 to 1")
     return [round(each ** (position + 1), 6) for position in range(k)]
 
 

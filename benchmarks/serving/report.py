@@ -53,7 +53,9 @@ def title(group: tuple[Any, ...]) -> str:
         "heads": "acceptance by position as EAGLE-3 heads have it (synthetic)",
         "own": "the model's own acceptance",
     }
-    accepted = words.get(acceptance, f"{acceptance} of drafts accepted (synthetic)")
+    each = f"{acceptance} of drafts accepted (synthetic)"
+    curve = f"acceptance as {acceptance} has it (synthetic)"
+    accepted = words.get(acceptance, each if acceptance[:1].isdecimal() else curve)
     common = f", {shared:.0%} of prompts with a common prefix" if shared else ""
     return f"{shape}, {lengths} tokens, {accepted}{common}; {device}"
 

@@ -141,6 +141,7 @@ def command(
     flags: Sequence[str],
     modes: Sequence[str],
     arm: Arm | None = None,
+    tree_rates: Sequence[float] | None = None,
 ) -> list[str]:
     """Return a server's command line, without its port.
 
@@ -151,6 +152,7 @@ def command(
         flags: the same for every server.
         modes: that an NWOR server may be switched to; the first is in force at the start.
         arm: of an NWOR server; what it says of trees, and of draft tokens that the server chooses, is set.
+        tree_rates: NWOR's ``tree_acceptance_rates``.
 
     """
     stock = name.startswith(STOCK)
@@ -164,6 +166,8 @@ def command(
             settings["draft_tokens"] = str(DraftBounds(0, arm.k, arm.tree))
         if arm.tree is not None:
             settings["tree"] = arm.tree.to_mapping()
+        if tree_rates is not None:
+            settings["tree_acceptance_rates"] = list(tree_rates)
         result += ["--additional-config", json.dumps({"nwor": settings})]
     elif not stock:
         result += ["--nwor-mode", modes[0], "--nwor-modes", ",".join(modes)]

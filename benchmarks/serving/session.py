@@ -55,6 +55,9 @@ class Session:
             "flags": flags,
             "cache_dtype": args.cache_dtype,
             "rates": {arm.name: models.rates(args.acceptance, arm.k) for arm in args.arms if arm.k},
+            "tree_rates": {
+                arm.name: models.tree_rates(args.acceptance, arm) for arm in args.arms if arm.tree
+            },
             "start_s": {name: server.started for name, server in servers.items()},
             "nwor": {name: server.state() for name, server in servers.items() if server.key},
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from nwor.engine.attention.cpu import NworCPUAttentionMetadataBuilder
 from nwor.engine.attention.target_layers import target_layers
 
 MESSAGE = "broken on purpose"
@@ -70,13 +69,16 @@ class Breaking:
             "begin": (window, "begin", 1),
             "stage": (window, "stage", len(layers)),
             "attend": (layers[len(layers) // 2].impl.nwor, "attend", 1),
-            "split": (NworCPUAttentionMetadataBuilder, "build_rest", 1),
             "commit": (window, "commit", 1),
             "launch": (group_ops, "prepared", 1),
             "timing": (rank.timer, "_add", 1),
             "log": (group_ops, "log", 1),
             "restore": (group_ops, "restore", 1),
         }
+        if part == "split":
+            from nwor.engine.attention.cpu import NworCPUAttentionMetadataBuilder
+
+            parts[part] = (NworCPUAttentionMetadataBuilder, "build_rest", 1)
         trees = getattr(self.model_runner, "_nwor_trees", None)
         if trees is not None:
             parts["place"] = (trees.tables, "place", 1)

@@ -50,9 +50,12 @@ def start(
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0" if name.startswith("v1") else "1")
         from vllm import LLM, envs
+        from vllm.compilation import monitor
 
         from nwor.engine.plugin import register
 
+        # An engine of model runner V1 forbids capturing when it has started, and V2 does not allow it again.
+        monitor.set_cudagraph_capturing_enabled(True)
         envs.disable_envs_cache()  # the engine before this one has frozen what it read
         register()  # what vLLM does by itself where the package is installed
         if backend == "triton":

@@ -237,6 +237,25 @@ def check_seeded(llm: Any) -> None:
     assert abs(rates["stage"] - rates["off"]) < noise, f"seeded: acceptance differs: {rates}"
 
 
+def check_several_answers(llm: Any) -> None:
+    """Answers to one prompt are drawn each for itself, and again with the same seed."""
+
+    def answers() -> list[Any]:
+        params = [sampling(temperature=0.8, n=3, seed=100 + i) for i in range(len(PROMPTS))]
+        return complete(llm, params)
+
+    runs = in_modes(llm, "several answers", answers)
+    tokens = {
+        name: [[tuple(choice.token_ids) for choice in output.outputs] for output in seen.outputs]
+        for name, seen in runs.items()
+    }
+    assert tokens["stage"] == tokens["watched"], "several answers: the same seeds give other tokens"
+    for name, found in tokens.items():
+        assert {len(choices) for choices in found} == {3}, name
+        apart = [len(set(choices)) == 3 for choices in found]
+        assert sum(apart) > len(apart) / 2, f"{name}: answers to one prompt are alike: {apart}"
+
+
 def shared(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> float:
     """Return which share of outputs' tokens comes before they part."""
     common = 0

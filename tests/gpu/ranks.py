@@ -14,13 +14,21 @@ from tests.gpu import entry_points
 
 
 @contextmanager
-def started(folder: Path, *, drafts: int, self_check_interval: int, **settings: Any) -> Iterator[Any]:
+def started(
+    folder: Path,
+    *,
+    drafts: int,
+    self_check_interval: int,
+    tree: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Iterator[Any]:
     """Start the demo model in bfloat16 in mode ``off``, and end it with the block.
 
     Args:
         folder: an empty folder of the test.
         drafts: draft tokens a step.
         self_check_interval: as the setting.
+        tree: as the setting.
         settings: further arguments of ``LLM``.
 
     """
@@ -44,7 +52,9 @@ def started(folder: Path, *, drafts: int, self_check_interval: int, **settings: 
                 "method": demo.draft_method(),
                 "num_speculative_tokens": drafts,
             },
-            additional_config={"nwor": {"mode": "off", "self_check_interval": self_check_interval}},
+            additional_config={
+                "nwor": {"mode": "off", "self_check_interval": self_check_interval, "tree": tree}
+            },
             disable_log_stats=False,
             **settings,
         )

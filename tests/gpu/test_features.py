@@ -1,8 +1,9 @@
 """Claim: on a GPU, with vLLM's other features, `stage` answers as `off` does, and writes no rejected token.
 
 Coverage: the demo model in bfloat16 on model runners V2 and V1 with full and piecewise CUDA graphs:
-structured outputs, a LoRA adapter beside requests without, seeded sampling, penalties with banned words and
-stop tokens, prefix hits on what windows have committed, preemption, aborts in the middle.
+structured outputs, a LoRA adapter beside requests without, seeded sampling, several answers to a prompt,
+penalties with banned words and stop tokens, prefix hits on what windows have committed, preemption, aborts in
+the middle; on V2 also where windows are trees.
 Tolerance: outputs may part where two tokens nearly tie, nowhere else; a seed gives the same tokens again;
 grammars, banned words and stop tokens, cache slots and counts none.
 """
@@ -24,15 +25,20 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 
-@pytest.fixture(scope="module", params=["v2", "v1"])
+TREE = {"nodes": 8, "depth": 4, "width": 3}
+
+
+@pytest.fixture(scope="module", params=["v2", "v1", "v2-trees"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    trees = request.param.endswith("trees")
     with demo_engine.start(
         request.param,
-        {"mode": "off", "self_check_interval": 3},
+        {"mode": "off", "self_check_interval": 3, "tree": TREE if trees else None},
+        TREE["nodes"] if trees else 4,
         worker_extension_cls="tests.gpu.slot_probe.SlotProbe",
         **feature_checks.SETTINGS,
     ) as llm:
-        assert type(demo_engine.runner(llm)).__name__.endswith(request.param.upper())
+        assert type(demo_engine.runner(llm)).__name__.endswith(request.param[:2].upper())
         yield llm
 
 
@@ -57,7 +63,13 @@ def test_lora(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_seeded_sampling(engine: Any) -> None:
+    if demo_engine.runner(engine).vllm_config.additional_config["nwor"]["tree"] is not None:
+        pytest.skip("a tree's walk draws other numbers than rejection sampling: test_trees.py")
     feature_checks.check_seeded(engine)
+
+
+def test_several_answers_to_a_prompt(engine: Any) -> None:
+    feature_checks.check_several_answers(engine)
 
 
 def test_penalties_banned_words_and_stop_tokens(engine: Any) -> None:

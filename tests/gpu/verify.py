@@ -99,6 +99,7 @@ def checks(racecheck: Path | None = None) -> list[Step]:
         _pytest("architectures", f"{tests}/test_architectures.py", "-k", "test_model"),
         _pytest("drafters", f"{tests}/test_architectures.py", "-k", "test_drafter"),
         _pytest("tensor-parallel", f"{tests}/test_tensor_parallel.py", gpus=2),
+        _pytest("two-gpu-trees", f"{tests}/test_trees_tensor_parallel.py", gpus=2),
         _pytest("triton", f"{tests}/test_triton_attn.py"),
     ]
     # The engine's tests once more, with Triton's attention.

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.serving import (
     client,
+    curves,
     figures,
     metrics,
     mixed_cells,
@@ -380,6 +381,25 @@ def test_arms_with_trees(chooses: bool) -> None:
     settings = NworConfig.from_mapping(json.loads(line[line.index("--additional-config") + 1])["nwor"])
     assert settings.tree == TreeShape.of(16, 6)
     assert str(settings.draft_tokens) == ("auto:0-16" if chooses else "None")
+
+
+def test_measured_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "CURVES", tmp_path / "curves.json")
+    monkeypatch.setattr(curves, "CURVES", models.CURVES)
+    models.CURVES.write_text("{}")
+    for name, counts in (("chain", [80, 60, 45]), ("tree", [90, 80, 70, 60, 50, 0, 0, 0])):
+        (tmp_path / name).write_text(json.dumps({"drafts": 100, "per_position": counts}))
+    curves.main(["x", "--source", "here", f"chain={tmp_path / 'chain'}", f"16x5={tmp_path / 'tree'}"])
+    assert models.rates("x", 5) == [0.8, 0.6, 0.45, 0.3375, 0.2531]
+    arm = plan.parse_arm("auto-tree@16x5", 4)
+    assert models.tree_rates("x", arm) == [0.9, 0.8, 0.7, 0.6, 0.5]
+    assert models.tree_rates("x", plan.parse_arm("stage", 4)) is None
+    for unknown in ("heads", "0.9"):
+        with pytest.raises(ValueError, match="says nothing of auto-tree@16x5"):
+            models.tree_rates(unknown, arm)
+    line = servers.command(arm.server, Path("m"), None, [], ["stage"], arm, models.tree_rates("x", arm))
+    settings = NworConfig.from_mapping(json.loads(line[line.index("--additional-config") + 1])["nwor"])
+    assert settings.tree_acceptance_rates == (0.9, 0.8, 0.7, 0.6, 0.5)
 
 
 def test_the_command_line_is_checked(tmp_path: Path) -> None:

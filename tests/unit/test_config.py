@@ -30,8 +30,11 @@ def test_round_trip_through_plain_json(mode):
             "fast_host": False,
             "fast_sampling": False,
             "attention_backends": ["flash", "triton"],
+            "tree": {"nodes": 4, "depth": 2},
+            "tree_acceptance_rates": [0.9, 1e-1],
         }
     )
+    assert config.tree_acceptance_rates == (0.9, 0.1)
     assert NworConfig.from_mapping(config.to_mapping()) == config
 
 
@@ -49,6 +52,10 @@ def test_round_trip_through_plain_json(mode):
         ({"fast_host": 1}, "true or false"),
         ({"fast_host": "false"}, "true or false"),
         ({"fast_sampling": None}, "true or false"),
+        ({"tree_acceptance_rates": [0.5]}, "each level of the tree"),
+        ({"tree_acceptance_rates": [0.1, 0.5], "tree": {"nodes": 4, "depth": 2}}, "each level"),
+        ({"tree_acceptance_rates": [1.5], "tree": {"nodes": 4, "depth": 1}}, "0 to 1"),
+        ({"tree_acceptance_rates": "half"}, "list of falling numbers"),
         ({"attention_backends": "triton"}, "list of flash, triton"),
         ({"attention_backends": []}, "at least one of flash, triton"),
         ({"attention_backends": ["flash", "flashinfer"]}, "knows flash, triton, not 'flashinfer'"),

@@ -304,6 +304,29 @@ def test_of_what_did_not_attend_as_a_tree_chains_alone_accept() -> None:
         assert (counts[0] > 1) == (not refusing.any())
 
 
+def test_where_chance_decides_trees_and_chains_have_rates_of_their_own() -> None:
+    shape = (6, 3, 3)
+    tables = _tables(shape)
+    tokens, logprobs = _candidates(shape, 2, seed=9)
+    trees = _trees(tables, tokens, logprobs, linear={1})
+    tables.set_linear(1, True)
+    tables.build(torch.tensor([0, 1]), torch.zeros(2, 6, dtype=torch.int64), NONE)
+    batch = _batch([7, 7], [6, 6], [0, 1], [10, 10])
+    row_tokens = torch.tensor([token for tree in trees for token in tree.tokens])
+    seeds, positions = torch.arange(8), torch.arange(14)
+    never, always = torch.zeros(6), torch.ones(6)
+    for chains, grown, accepted in ((never, always, [3, 0]), (always, never, [0, 3])):
+        _, counts = tables.walk(
+            torch.full((14,), -5),
+            row_tokens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            NONE,
+            (seeds, positions, chains, grown),
+        )
+        assert (counts - 1).tolist() == accepted
+
+
 @pytest.mark.parametrize("vocabulary", [7, 2048, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_likeliest_tokens(vocabulary: int, dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import Any
 
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 _HERE = "nwor.engine.attention"
@@ -30,6 +31,15 @@ def register(names: Collection[str]) -> None:
             register_backend(stock, extended)
         elif stock.is_overridden() and stock.get_path() == extended:
             stock.clear_override()
+    forget_choices()
+
+
+def forget_choices() -> None:
+    """Have vLLM choose backends anew: it keeps the classes that an earlier engine of this process got."""
+    for name in ("_cached_get_attn_backend", "_cached_get_mamba_attn_backend"):
+        choose = getattr(selector, name, None)
+        if choose is not None and hasattr(choose, "cache_clear"):
+            choose.cache_clear()
 
 
 def extended_backends(names: Sequence[str]) -> tuple[Any, ...]:

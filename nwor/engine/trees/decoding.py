@@ -29,6 +29,7 @@ class TreeDecoding:
     Args:
         runner: vLLM's model runner V2, its models loaded.
         tables: the trees.
+        rates: as :class:`TreeSampler` takes them.
 
     Attributes:
         tables: likewise.
@@ -36,7 +37,7 @@ class TreeDecoding:
 
     """
 
-    def __init__(self, runner: Any, tables: TreeTables) -> None:
+    def __init__(self, runner: Any, tables: TreeTables, rates: Sequence[float] = ()) -> None:
         self.tables = tables
         self.chains: dict[str, int] = {}
         # Those that have not ended: vLLM adds a request anew after it was preempted.
@@ -47,7 +48,7 @@ class TreeDecoding:
         self._agreement = Agreement(runner.device)
         # What the ranks have agreed on in the step under way.
         self._refusing: torch.Tensor | None = None
-        self._sampler = TreeSampler(runner.rejection_sampler, tables, self._refusing_now)
+        self._sampler = TreeSampler(runner.rejection_sampler, tables, self._refusing_now, rates)
         runner.rejection_sampler = self._sampler
         self._drafts = TreeDrafts(runner.speculator, tables, self._refusing_next)
 
@@ -73,7 +74,7 @@ class TreeDecoding:
             shape.depth,
             shape.width,
         )
-        return cls(runner, tables)
+        return cls(runner, tables, config.tree_acceptance_rates)
 
     def attach(self, windows: WindowManager, runner: Any) -> None:
         """Let a rank's windows be trees, once its layers are bound and before graphs are captured."""

@@ -169,10 +169,11 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     sampled_ptr,
     num_sampled_ptr,
     path_ptr,
-    # [max_num_reqs], [logits], float32 [nodes]
+    # [max_num_reqs], [logits], float32 [nodes], [at least DEPTH]
     seed_ptr,
     pos_ptr,
     rates_ptr,
+    tree_rates_ptr,
     DEPTH: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     SYNTHETIC: tl.constexpr,  # noqa: N803
@@ -201,9 +202,12 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         if SYNTHETIC:
             # As vLLM's synthetic rejection: chance alone decides, here for the likeliest child.
             rate = tl.load(rates_ptr + depth, mask=depth < nodes, other=0.0)
+            tree_rate = tl.load(tree_rates_ptr + depth, mask=depth < DEPTH, other=0.0)
+            rate = tl.where(tl.load(chain_ptr + slot) == 0, tree_rate, rate)
             seed = tl.load(seed_ptr + slot)
             pos = tl.load(pos_ptr + start + here)  # in benchmarks alone
-            child = child & (tl_rand32(seed, pos, includes_zero=False) < rate)
+            lucky = tl.where(tl_rand32(seed, pos, includes_zero=False) < rate, 1, 0)
+            child = child & (lucky == 1)
         else:
             child = child & (token == target)
         following = tl.min(tl.where(child, row, ROWS), axis=0)

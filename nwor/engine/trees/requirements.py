@@ -57,6 +57,8 @@ def why_not(vllm_config: Any, config: Any) -> str | None:
         return "drafts are sampled (draft_sample_method): nodes are the likeliest tokens"
     if speculative.rejection_sample_method not in ("standard", "synthetic"):
         return f"rejection_sample_method is {speculative.rejection_sample_method!r}"
+    if config.tree_acceptance_rates and speculative.rejection_sample_method != "synthetic":
+        return "'tree_acceptance_rates' are for rejection_sample_method 'synthetic'"
     if getattr(speculative, "enable_adaptive_verification", False):
         return "adaptive verification shortens windows by its own scores"
     if Mode.STAGE not in config.modes:

@@ -7,11 +7,12 @@ speculation, and all others have its distribution: the tree is fixed before the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.spec_decode.utils import unconditional_to_conditional_rates
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -28,16 +29,26 @@ class TreeSampler(RejectionSampler):
         stock: the one that vLLM has made.
         tables: the rank's trees.
         refusing: returns float32 [at least 1], 0 where all windows of the open step attended as trees.
+        rates: chance that the first nodes up to a depth are all accepted, where chance decides; empty for
+            vLLM's own rates, which are also those of chains.
 
     """
 
     def __init__(
-        self, stock: RejectionSampler, tables: TreeTables, refusing: Callable[[], torch.Tensor]
+        self,
+        stock: RejectionSampler,
+        tables: TreeTables,
+        refusing: Callable[[], torch.Tensor],
+        rates: Sequence[float] = (),
     ) -> None:
         self.__dict__.update(vars(stock))
         self._tables = tables
         self._refusing = refusing
         self._slots: torch.Tensor | None = None
+        self._tree_rates = self.synthetic_conditional_rates
+        if self._tree_rates is not None and rates:
+            conditional = unconditional_to_conditional_rates(list(rates))
+            self._tree_rates = self._tree_rates.new_tensor(conditional)
         self._rows = len(tables.path) * (tables.shape.nodes + 1)
         self._workspace = ops.make_argmax_workspace(self._rows, tables.path.device)
 
@@ -70,7 +81,8 @@ class TreeSampler(RejectionSampler):
         targets = self._targets(processed, idx_mapping_np, expanded_idx_mapping, pos)
         synthetic = None
         if self.synthetic_conditional_rates is not None:
-            synthetic = states.seeds.gpu, pos, self.synthetic_conditional_rates
+            assert self._tree_rates is not None
+            synthetic = states.seeds.gpu, pos, self.synthetic_conditional_rates, self._tree_rates
         sampled, num_sampled = self._tables.walk(
             targets,
             verify_draft_sampled,

@@ -190,7 +190,7 @@ class TreeTables:
         cu_num_logits: torch.Tensor,
         slots: torch.Tensor,
         refusing: torch.Tensor,
-        synthetic: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        synthetic: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Follow the target's own tokens through the windows of some requests.
 
@@ -201,8 +201,8 @@ class TreeTables:
             slots: [requests].
             refusing: float32 [at least 1]: 0 where all rows attended as their trees say. Else chains alone
                 accept.
-            synthetic: seeds by slot, positions of the rows and rates by depth, where chance decides; None
-                where tokens are compared.
+            synthetic: seeds by slot, positions of the rows, and rates by depth of chains and of trees, where
+                chance decides; None where tokens are compared.
 
         Returns:
             int64 [requests, nodes + 1] with each request's tokens, what follows them not written, and int32
@@ -212,7 +212,7 @@ class TreeTables:
         requests, rows = len(slots), self.shape.nodes + 1
         sampled = torch.zeros(requests, rows, dtype=torch.int64, device=targets.device)
         num_sampled = torch.empty(requests, dtype=torch.int32, device=targets.device)
-        seeds, positions, rates = synthetic or (None, None, None)
+        seeds, positions, rates, tree_rates = synthetic or (None, None, None, None)
         kernels.walk_kernel[(requests,)](
             targets,
             tokens,
@@ -228,6 +228,7 @@ class TreeTables:
             seeds,
             positions,
             rates,
+            tree_rates,
             DEPTH=self.shape.depth,
             ROWS=self._rows,
             SYNTHETIC=synthetic is not None,
