@@ -1,7 +1,7 @@
-"""Admin API, live page, metrics and per-request figures for plain ``vllm serve``, as vLLM's endpoint plugin.
+"""What ``nwor-server`` adds to vLLM's application, for plain ``vllm serve``, as vLLM's endpoint plugin.
 
 vLLM loads it where ``VLLM_PLUGINS`` names ``nwor``. The admin key comes from the environment: vLLM's command
-line does not know our flags.
+line does not know our flags. The other flags have their defaults.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from fastapi import FastAPI
 
 from nwor.engine.stats.metrics import attach_metrics
-from server import dashboard
+from server import additions, dashboard
 from server.admin_api.routes import Admin, make_router
-from server.api import acceptance, admission, beam_search, mended_answers, output_processor
 from server.nwor_options import ADMIN_KEY_VARIABLE
+from server.options import DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_GRAMMAR
 
 #: Attribute of the command line that only ``nwor-server`` sets; it has routes of its own.
 _OURS = "admin_api_key"
@@ -30,27 +30,25 @@ class NworEndpoints:
 
     def __init__(self) -> None:
         self._admin = Admin(os.environ.get(ADMIN_KEY_VARIABLE) or None)
+        self._app: FastAPI | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the admin routes and the live page."""
         if not hasattr(app.state.args, _OURS):
+            self._app = app
             app.include_router(make_router(self._admin))
             dashboard.install(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
-        """Connect the routes with the engine, and put the figures into /metrics and the answers.
+        """Connect the routes with the engine, and add what follows vLLM's own set-up.
 
         Args:
-            engine_client: vLLM's engine client.
+            engine_client: vLLM's engine client; None where vLLM renders prompts alone.
             state: the application's state, with the serving objects in place.
             args: vLLM's command line.
 
         """
-        if hasattr(args, _OURS):
+        if self._app is None or engine_client is None:
             return
         self._admin.connect(engine_client, attach_metrics(engine_client))
-        output_processor.install(engine_client)
-        admission.Admission(engine_client).install(engine_client, state)
-        mended_answers.install(state)
-        beam_search.install(state, engine_client)
-        acceptance.install(state)
+        additions.install(self._app, state, engine_client, DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_GRAMMAR)

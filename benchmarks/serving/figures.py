@@ -58,7 +58,7 @@ FIGURES: dict[str, tuple[Callable[[Record], float], bool]] = {
 
 def arms(records: Sequence[Record]) -> list[str]:
     """Return the arms of some records: stock first, then NWOR's modes."""
-    known = ["stock", "off", "stage", "cow", "auto"]
+    known = ["stock", "off", "stage", "cow", "tree", "auto", "auto-tree"]
     found = {record["arm"] for record in records}
     return sorted(found, key=lambda arm: (known.index(arm.split("@")[0]), arm))
 
@@ -96,7 +96,7 @@ def acceptance_warnings(records: Sequence[Record]) -> list[str]:
     warnings = []
     by_k: dict[str, list[str]] = {}
     for arm in arms(records):
-        if arm == "auto":  # of no one number
+        if arm.startswith(("auto", "tree")):  # of no one number
             continue
         by_k.setdefault(arm.partition("@")[2], []).append(arm)
     for group in by_k.values():

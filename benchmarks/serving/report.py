@@ -60,6 +60,10 @@ def title(group: tuple[Any, ...]) -> str:
     return f"{shape}, {lengths} tokens, {accepted}{common}; {device}"
 
 
+#: Arms of NWOR's that draft chains.
+PLAIN = ("stage", "auto")
+
+
 def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return which arms are compared: each with stock, and ``stage`` with ``off``."""
     wanted = [(arm, "stock") for arm in names if arm != "stock" and "stock" in names]
@@ -139,7 +143,7 @@ def step_table(loads: dict[str, list[Record]]) -> list[str]:
                     number(_median(steps, "mixed", "prompt_tokens"), 0),
                     number(figures.accepted(records, arm)[0], 3),
                     f"{share:.2%}"
-                    if arm.split("@")[0] in ("stage", "auto") and not math.isnan(share)
+                    if arm.split("@")[0] in (*PLAIN, "tree", "auto-tree") and not math.isnan(share)
                     else "-",
                     said,
                 ]
@@ -156,7 +160,7 @@ def best_table(loads: dict[str, list[Record]]) -> list[str]:
     """Return stock's throughput by k and what NWOR makes of the best; nothing where one k was measured."""
     names = figures.arms([one for records in loads.values() for one in records])
     stock = [arm for arm in names if arm.startswith("stock")]
-    ours = [arm for arm in names if arm in ("stage", "auto")]
+    ours = [arm for arm in names if arm in PLAIN or "tree@" in arm]
     if len(stock) < 2:
         return []
     rows = []

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from nwor.engine.attention.target_layers import target_layers
 from tests.gpu import demo_engine
 
 pytestmark = pytest.mark.gpu
@@ -141,12 +142,9 @@ def test_with_the_setting_windows_are_staged(name: str) -> None:
         max_num_seqs=16,
         max_num_batched_tokens=256,
     ) as llm:
-        layers = [
-            layer.impl
-            for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-            if hasattr(layer, "impl")
-        ]
-        assert {type(impl).__name__ for impl in layers} == {"NworTritonAttentionImpl"}
+        # The drafter of model runner V1 chooses a backend for itself.
+        layers = target_layers(demo_engine.runner(llm)).values()
+        assert {type(layer.impl).__name__ for layer in layers} == {"NworTritonAttentionImpl"}
         _tokens(llm, "off")
         before = compiled()
         _tokens(llm, "stage")

@@ -139,6 +139,30 @@ def test_figures_metrics_and_admin_api(plain: PlainServer) -> None:
     assert plain.total("nwor_mode_switches_total") == 1
 
 
+def test_answers_are_those_of_nwor_server(plain: PlainServer) -> None:
+    model = httpx.get(f"{plain.url}/v1/models/plain", timeout=60)
+    assert model.json()["id"] == "plain"
+    page = httpx.get(f"{plain.url}/dashboard", timeout=60, follow_redirects=True)
+    assert (page.status_code, "<html" in page.text) == (200, True)
+    unknown = httpx.get(f"{plain.url}/nowhere", timeout=60)
+    url, as_json = f"{plain.url}/v1/completions", {"Content-Type": "application/json"}
+    broken = httpx.post(url, content=b'{"model": ', headers=as_json, timeout=60)
+    large = httpx.post(url, content=b" " * ((32 << 20) + 1), headers=as_json, timeout=60)
+    for answer, status, said in (
+        (unknown, 404, "There is no /nowhere: GET /docs lists what this server answers."),
+        (broken, 400, "The request body is not valid JSON"),
+        (large, 413, "send less"),
+        (complete(plain, 0, vllm_xargs={"nwor_max_draft_tokens": -1}), 400, "nwor_max_draft_tokens"),
+    ):
+        assert answer.status_code == status
+        error = answer.json()["error"]
+        assert (error["code"], said in error["message"]) == (status, True), error
+    bounded = complete(plain, 1, vllm_xargs={"nwor_max_draft_tokens": 0}).json()
+    assert bounded["metrics"].get("nwor", {}).get("draft_tokens", 0) == 0
+    document = httpx.get(f"{plain.url}/openapi.json", timeout=60).json()
+    assert "413" in document["paths"]["/v1/completions"]["post"]["responses"]
+
+
 def test_as_many_api_servers_run_as_asked_for(plain: PlainServer) -> None:
     """Else the test above would say nothing of several processes; which of them served what no log tells."""
     started = set(re.findall(r"\((ApiServer_\d+) pid", plain.log)) or {"the only one"}

@@ -103,7 +103,7 @@ class DraftLengths:
         self._fixed = self.policy.nearest(bounds.fixed)
         if facts.mode != Mode.STAGE:
             self._why = f"the mode is {facts.mode}: numbers are chosen in stage alone"
-        elif self.policy.costs is None:
+        elif self.policy.times is None:
             self._why = "the costs of steps were not measured"
             if self.policy.tree is not None and bounds == self._started:
                 self._by_requests = True

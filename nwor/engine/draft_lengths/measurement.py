@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from math import inf
 from typing import Any
 
@@ -28,8 +29,9 @@ REQUESTS_CPU = (1, 4, 16, 64)
 #: Rows of the prompts that are measured alone.
 ROWS = (16, 64, 128, 256, 512, 1024, 2048)
 ROWS_CPU = (16, 64, 256)
-#: Steps before a measurement, and those that are measured.
-SETTLE, STEPS = 1, 3
+#: Steps before a measurement, those that are measured in a row, and how often: the shortest time counts, for
+#: whatever else the device does makes steps longer.
+SETTLE, STEPS, TIMES = 1, 3, 2
 _CONTEXT = 16
 
 
@@ -146,7 +148,7 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
     requests = _Requests(worker, _warmup_block_counter(runner))
     numbers = bounds.candidates
     prompt = bounds.most + _CONTEXT
-    room = sum((SETTLE + STEPS + 1) * (drafts + 1) for drafts in numbers)
+    room = sum((SETTLE + TIMES * STEPS + 1) * (drafts + 1) for drafts in numbers)
     blocks = runner.kv_cache_config.num_blocks - 1
     if prompt + room > runner.max_model_len or prompt > runner.max_num_tokens:
         raise NoRoomError(
@@ -193,17 +195,43 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
         runner.kv_connector.set_disabled(False)
     took = time.perf_counter() - began
     logger.info("measured what steps cost with %s draft tokens in %.1f s", _listed(numbers), took)
-    return StepCosts(tuple(counts), numbers, tuple(table), tuple(rows), tuple(row_seconds))
+    chains = len(numbers) - (bounds.tree is not None and bounds.tree.nodes in numbers)
+    return StepCosts(
+        tuple(counts), numbers, without_spikes(table, chains), tuple(rows), tuple(_least_behind(row_seconds))
+    )
+
+
+def without_spikes(table: Sequence[Sequence[float]], chains: int) -> tuple[tuple[float, ...], ...]:
+    """Return a table of seconds in which more requests, and longer chains, never take less time.
+
+    What a measurement has too much is taken away where more work was measured to take less.
+
+    Args:
+        table: [requests][drafts], both ascending.
+        chains: how many of the columns are those of chains; they come first.
+
+    """
+    rows = [[*_least_behind(row[:chains]), *row[chains:]] for row in table]
+    columns = [_least_behind(column) for column in zip(*rows, strict=True)]
+    return tuple(zip(*columns, strict=True))
+
+
+def _least_behind(values: Sequence[float]) -> list[float]:
+    """Return for each value the least of it and those behind it."""
+    return list(accumulate(reversed(values), min))[::-1]
 
 
 def _seconds(device: torch.device, step: Any, steps: int = STEPS) -> float:
     """Return the seconds of one of several steps in a row, launched ahead as in serving."""
-    _wait(device)
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    _wait(device)
-    return (time.perf_counter() - began) / steps
+    least = inf
+    for _ in range(TIMES):
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        _wait(device)
+        least = min(least, (time.perf_counter() - began) / steps)
+    return least
 
 
 def _wait(device: torch.device) -> None:

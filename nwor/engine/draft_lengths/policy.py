@@ -2,14 +2,16 @@
 
 With b requests, k drafts each, T(b, k) seconds a step and A(k) tokens a window, a token costs
 
-    (T(b, k) + e) / (b A(k))  +  m D(b (k + 1)).
+    T(b, k) / (b A(k))  +  m D(b (k + 1)).
 
-T is what was measured at start-up; e is what steps took beyond it of late: contexts, the host. Prompts have
-to be run whatever k is, but a prompt's rows cost more beside more rows of windows: D(r) is what the prompts
-of late add to a step of r rows, and m is how many steps with prompts there were for each token.
+T was measured at start-up, and is corrected by the steps of late (step_times.py). Prompts have to be run
+whatever k is, but a prompt's rows cost more beside more rows of windows: D(r) is what the prompts of late add
+to a step of r rows, and m is how many steps with prompts there were for each token.
 
 Where windows may be trees, one more candidate has as many draft tokens as a tree has nodes. Its A is
 estimated for itself, by depth.
+
+Steps in turns try what is not chosen and might be better, so that A and T of it stay known.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import numpy.typing as npt
 from nwor.config import DraftBounds
 from nwor.draft_costs import StepCosts
 from nwor.engine.draft_lengths.acceptance import AcceptanceEstimate
+from nwor.engine.draft_lengths.step_times import StepTimes
 
 #: Steps between two looks at the choice while the number of requests stays about the same.
 LOOK_EVERY = 16
@@ -31,15 +34,21 @@ LOOK_EVERY = 16
 LOOK_CHANGE = 0.1
 #: What another number must save, relative, to be chosen over the one in force.
 HYSTERESIS = 0.015
-#: One step of so many tries one more candidate than is chosen, so that its acceptance stays known.
+#: After so many steps another candidate than the chosen one is tried.
 PROBE_EVERY = 128
-#: Windows that try it each time, over as many steps as that takes.
-PROBE_WINDOWS = 8
+#: The same while there are some that were not tried with about as many requests.
+FIRST_PROBES_EVERY = 24
+#: Times that a candidate is tried before its cost counts as known.
+TRIES = 2
+#: Windows, and steps, that try a candidate each time. The first and the last step do not show its cost.
+PROBE_WINDOWS, PROBE_STEPS = 8, 3
+#: A candidate is tried if it would be chosen were its steps so much shorter: not tried yet, tried of late,
+#: and tried so many steps ago that what was seen then may be wrong now.
+HOPE_UNTRIED, HOPE_TRIED, HOPE_FORGOTTEN = 0.5, 0.9, 0.4
+FORGOTTEN = 2048
 #: What is assumed of a tree that was never tried: siblings are worth so many independent drafts.
 #: The demo model's trees of 16 nodes, 8 deep, accept as this says.
 SIBLINGS = 1.25
-#: Weight of one step among what steps take beyond the measured costs.
-EXTRA_WEIGHT = 0.05
 #: Steps with prompts that are remembered.
 PROMPTS = 64
 #: Steps over which steps with prompts and tokens are counted, as half-life.
@@ -63,16 +72,18 @@ class DraftLengthPolicy:
         self.tree = None if started.tree is None else started.most
         self._depth = 0 if started.tree is None else started.tree.depth
         self.tree_acceptance = AcceptanceEstimate(self._depth)
-        self.costs: StepCosts | None = None
+        self.times: StepTimes | None = None
         self.chosen = bounds.fixed
         self.why = "the costs of steps are not known yet"
-        self._extra = 0.0
         self._prompts: deque[int] = deque(maxlen=PROMPTS)
         self._mixed = self._tokens = 0.0
         self._looked_at = 0
         self._until_look = self._until_probe = 0
         self._probing = self.chosen
-        self._probes_tree = False
+        # By the place of the number of requests in the measurement, and candidate: times tried, last step.
+        self._tries: dict[tuple[int, int], int] = {}
+        self._tried_at: dict[tuple[int, int], int] = {}
+        self._now = 0
         self._steps = 0
         self._found: dict[int, float] = {}
         self.bind(bounds)
@@ -82,7 +93,7 @@ class DraftLengthPolicy:
         self.bounds = bounds
         self._candidates = [k for k in self._all if bounds.least <= k <= bounds.most]
         self._until_look = 0
-        self._until_probe = PROBE_EVERY
+        self._until_probe = FIRST_PROBES_EVERY
         self._found = {}
 
     def nearest(self, drafts: int) -> int:
@@ -91,7 +102,7 @@ class DraftLengthPolicy:
 
     def take_costs(self, costs: StepCosts) -> None:
         """Choose by these costs from now on."""
-        self.costs, self._until_look = costs, 0
+        self.times, self._until_look = StepTimes(costs), 0
 
     def choose(self, requests: int) -> int:
         """Return how many drafts the step under way makes for each request.
@@ -100,39 +111,69 @@ class DraftLengthPolicy:
             requests: of the step.
 
         """
-        if self.costs is None:
+        if self.times is None:
             return self.chosen
         self._steps += 1
+        self._now += 1
         self._until_look -= 1
         if self._until_look <= 0 or abs(requests - self._looked_at) > LOOK_CHANGE * self._looked_at:
             self._look(requests)
         self._until_probe -= 1
-        if self._until_probe <= 0:
-            if self._until_probe == 0:
-                self._probing = self._probe(requests)
-            # Few requests tell little in a step.
-            if -self._until_probe * requests >= PROBE_WINDOWS - requests:
-                self._until_probe = PROBE_EVERY
-            return self._probing
-        return self.chosen
+        if self._until_probe > 0:
+            return self.chosen
+        if self._until_probe == 0:
+            self._probing = self._probe(requests)
+        # Few requests tell little in a step.
+        if -self._until_probe + 1 >= max(PROBE_STEPS, -(-PROBE_WINDOWS // requests)):
+            untried = any(self._is_untried(requests, k) for k in self._worth_trying(requests))
+            self._until_probe = FIRST_PROBES_EVERY if untried else PROBE_EVERY
+        return self._probing
 
     def _probe(self, requests: int) -> int:
-        """Return the candidate to try: a longer chain and a tree in turns; the best chain where trees are."""
-        chains = [k for k in self._candidates if k != self.tree]
+        """Return the candidate to try: of those worth it the one whose last turn is longest ago."""
+        assert self.times is not None
+        place = self.times.place(requests)
+        worth = self._worth_trying(requests)
+        if not worth:
+            return self.chosen
+        probed = min(worth, key=lambda k: (self._tried_at.get((place, k), -1), self._found.get(k, 0.0)))
+        self._tried_at[place, probed] = self._now
+        self._tries[place, probed] = self._tries.get((place, probed), 0) + 1
+        return probed
+
+    def _is_untried(self, requests: int, drafts: int) -> bool:
+        assert self.times is not None
+        return self._tries.get((self.times.place(requests), drafts), 0) < TRIES
+
+    def _hope(self, requests: int, drafts: int) -> float:
+        """Return how much shorter a candidate's steps may be than what is known of them says."""
+        assert self.times is not None
+        if self._is_untried(requests, drafts):
+            return HOPE_UNTRIED
+        since = self._now - self._tried_at[self.times.place(requests), drafts]
+        if since > FORGOTTEN:
+            return HOPE_FORGOTTEN
+        # A tree may be accepted to its end, whatever it was before.
+        return HOPE_TRIED if drafts != self.tree else 1.0
+
+    def _worth_trying(self, requests: int) -> list[int]:
+        """Return which candidates to try now and then, though another is chosen."""
+        if self.chosen not in self._found:
+            return []
+        now, tokens = self._found[self.chosen], self._expected_tokens()
+        others = [k for k in self._candidates if k != self.chosen]
+        chains = [k for k in others if k != self.tree]
+        # How far texts are accepted has to stay known: by a chain beside trees, else by a longer one.
         if self.chosen == self.tree:
             drafting = [k for k in chains if k] or chains
-            return min(drafting, key=lambda k: self._found.get(k, 0.0), default=self.chosen)
-        longer = next((k for k in chains if k > self.chosen), self.chosen)
-        turn = longer == self.chosen or not self._probes_tree
-        self._probes_tree = turn and self._tree_could_pay(requests)
-        return self._candidates[-1] if self._probes_tree else longer
-
-    def _tree_could_pay(self, requests: int) -> bool:
-        """Return whether a tree would be chosen if all of its levels were accepted."""
-        if self.tree is None or self.tree not in self._candidates or self.chosen not in self._found:
-            return False
-        best = self._cost(requests, self.tree, 1.0 + self._depth)
-        return best < self._found[self.chosen]
+            worth = set(drafting and [min(drafting, key=lambda k: self._found.get(k, 0.0))])
+        else:
+            worth = set([k for k in chains if k > self.chosen][:1])
+        for k in others:
+            given = tokens[k] if k != self.tree else 1.0 + self._depth
+            if self._cost(requests, k, given, self._hope(requests, k)) < now:
+                worth.add(k)
+        return sorted(worth)
 
     def _expected_tokens(self) -> dict[int, float]:
         """Return the tokens that a window gives on the average, by candidate."""
@@ -164,14 +205,14 @@ class DraftLengthPolicy:
             what = f"trees of {self.chosen} draft tokens give"
         self.why = f"{what} {rate:.0f} tokens/s with {requests} requests"
 
-    def _cost(self, requests: int, drafts: int, tokens: float) -> float:
-        """Return the seconds of a token."""
-        assert self.costs is not None
-        step = self.costs.step(requests, drafts)
-        cost = max(step + self._extra, 0.2 * step) / (requests * tokens)
+    def _cost(self, requests: int, drafts: int, tokens: float, hope: float = 1.0) -> float:
+        """Return the seconds of a token, were a step's seconds ``hope`` times those that are known."""
+        assert self.times is not None
+        cost = hope * self.times.step(requests, drafts) / (requests * tokens)
         if self._prompts and self._tokens:
             rows = requests * (drafts + 1)
-            adds = [self.costs.beside(rows, prompt) for prompt in list(self._prompts)[:: PROMPTS // 16]]
+            beside = self.times.costs.beside
+            adds = [beside(rows, prompt) for prompt in list(self._prompts)[:: PROMPTS // 16]]
             cost += self._mixed / self._tokens * sum(adds) / len(adds)
         return max(cost, 1e-9)
 
@@ -205,11 +246,8 @@ class DraftLengthPolicy:
         if prompt:
             self._mixed += 1.0
             self._prompts.append(prompt)
-        elif seconds > 0 and self.costs is not None and requests and drafts in self.costs.drafts:
-            expected = self.costs.step(requests, drafts)
-            if isfinite(expected):
-                beyond = min(seconds, 4.0 * expected) - expected
-                self._extra += EXTRA_WEIGHT * (beyond - self._extra)
+        elif seconds > 0 and self.times is not None and requests and self.times.knows(drafts):
+            self.times.observe(requests, drafts, seconds)
 
     def explain(self) -> dict[str, Any]:
         """Return what is chosen and why, as plain JSON values."""
@@ -222,15 +260,18 @@ class DraftLengthPolicy:
             "tree_acceptance": [],
             "milliseconds": {},
             "tokens_per_second": {},
-            "extra_milliseconds": round(1e3 * self._extra, 3),
+            "extra_milliseconds": 0.0,
+            "corrections": {},
         }
         if self.tree is not None:
             result["tree_acceptance"] = [round(value, 4) for value in self._tree_accepted()]
-        if self.costs is not None and self._looked_at:
+        if self.times is not None and self._looked_at:
+            result["extra_milliseconds"] = round(1e3 * self.times.addend(self._looked_at), 3)
+            result["corrections"] = self.times.plain(self._looked_at)
             for drafts, cost in self._found.items():
                 if not isfinite(cost):
                     continue  # no step has room for that
-                seconds = self.costs.step(self._looked_at, drafts) + self._extra
+                seconds = self.times.step(self._looked_at, drafts)
                 result["milliseconds"][str(drafts)] = round(1e3 * seconds, 3)
                 result["tokens_per_second"][str(drafts)] = round(1.0 / cost, 1)
         return result

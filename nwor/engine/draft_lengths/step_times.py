@@ -1,0 +1,114 @@
+"""What a step costs now: the measurement of the start, corrected by the steps of late.
+
+The measurement has short contexts, and whatever else the device did meanwhile is in it. So each cell of its
+table has a factor, and each number of requests in it has an addend for what all of its cells have in common,
+such as contexts. Both follow the steps that serving takes.
+"""
+
+from __future__ import annotations
+
+from math import isfinite, log
+from typing import Any
+
+import numpy as np
+
+from nwor.draft_costs import StepCosts
+
+#: Least weight of a step in the addend.
+ADDEND_WEIGHT = 0.05
+#: Weights of a step in its cell's factor: least, most, and what each step of other cells before it adds.
+FACTOR_LEAST, FACTOR_MOST, FACTOR_RISE = 0.003, 0.35, 0.01
+#: Bounds of a step's seconds relative to what was expected: what lies beyond was no step alone.
+LEAST, MOST = 0.2, 4.0
+#: Bounds of a factor.
+LEAST_FACTOR, MOST_FACTOR = 0.1, 10.0
+
+
+class StepTimes:
+    """Seconds of steps, as serving shows them.
+
+    Args:
+        costs: as measured at the start.
+
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.costs = costs
+        shape = len(costs.requests), len(costs.drafts)
+        self._factors = np.ones(shape)
+        self._seen = np.zeros(shape)
+        self._weights = np.full(shape, FACTOR_MOST)
+        self._addends = np.zeros(shape[0])
+        self._steps = np.zeros(shape[0])
+        self._places = [log(count) for count in costs.requests]
+
+    def place(self, requests: int) -> int:
+        """Return which of the measured numbers of requests is nearest, by ratio."""
+        wanted = log(max(requests, 1))
+        return min(range(len(self._places)), key=lambda index: abs(self._places[index] - wanted))
+
+    def knows(self, drafts: int) -> bool:
+        """Return whether steps with so many draft tokens were measured."""
+        return drafts in self.costs.drafts
+
+    def addend(self, requests: int) -> float:
+        """Return the seconds that steps of about so many requests take beyond their cells."""
+        return float(self._addends[self.place(requests)])
+
+    def seen(self, requests: int, drafts: int) -> int:
+        """Return how many steps of about so many requests have shown what ``drafts`` cost."""
+        return int(self._seen[self.place(requests), self.costs.drafts.index(drafts)])
+
+    def step(self, requests: int, drafts: int) -> float:
+        """Return the seconds of a step without prompts; infinity where no step has room for that.
+
+        Args:
+            requests: of the step.
+            drafts: of each; one of those measured.
+
+        """
+        cell = self._cell(requests, drafts)
+        return max(cell + self.addend(requests), 0.2 * cell)
+
+    def _cell(self, requests: int, drafts: int) -> float:
+        factor = self._factors[self.place(requests), self.costs.drafts.index(drafts)]
+        return float(self.costs.step(requests, drafts) * factor)
+
+    def observe(self, requests: int, drafts: int, seconds: float) -> None:
+        """Take in how long a step without prompts took.
+
+        Args:
+            requests: of the step.
+            drafts: that each verified, and that were made for each; one of those measured.
+            seconds: of the step.
+
+        """
+        measured, expected = self.costs.step(requests, drafts), self.step(requests, drafts)
+        if not isfinite(expected):
+            return
+        seconds = min(max(seconds, LEAST * expected), MOST * expected)
+        row, column = self.place(requests), self.costs.drafts.index(drafts)
+        beyond = seconds - self._cell(requests, drafts) - self._addends[row]
+        # What cells have in common is learned at once; what is left of it is the cell's own. A cell that is
+        # seen all the time says what is common: what it says of itself, compared with others, others show.
+        weight = max(ADDEND_WEIGHT, 1.0 / (self._steps[row] + 1.0))
+        self._addends[row] += weight * beyond
+        self._steps[row] += 1.0
+        own = max(self._weights[row, column], FACTOR_LEAST)
+        self._weights[row] = np.minimum(self._weights[row] + FACTOR_RISE, 2 * FACTOR_MOST)
+        self._weights[row, column] = 0.6 * own
+        weight = (1.0 - weight) * min(own, FACTOR_MOST)
+        factor = self._factors[row, column] + weight * beyond / measured
+        self._factors[row, column] = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
+        self._seen[row, column] += 1.0
+
+    def plain(self, requests: int) -> dict[str, Any]:
+        """Return what was seen at about so many requests, as plain JSON values by draft tokens."""
+        row = self.place(requests)
+        return {
+            str(drafts): {"factor": round(float(factor), 3), "steps": int(seen)}
+            for drafts, factor, seen in zip(
+                self.costs.drafts, self._factors[row], self._seen[row], strict=True
+            )
+            if seen
+        }

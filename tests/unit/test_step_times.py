@@ -1,0 +1,218 @@
+"""Claim: what serving shows of steps corrects what was measured at the start, and so the choice of drafts.
+
+Coverage: a device whose steps verify what the step before drafted; measurements that are right, or up to
+three times too high in single cells; contexts that grow and shrink; a device that is faster for one number
+than measured; few requests and many; trees.
+Reference: each number held to for as long, on the same device.
+Tolerance: 3 to 5% of the best number's tokens a second; chance decides which drafts are accepted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nwor.config import DraftBounds
+from nwor.draft_costs import StepCosts
+from nwor.engine.draft_lengths.policy import DraftLengthPolicy
+from nwor.engine.draft_lengths.step_times import StepTimes
+from nwor.tree_shape import TreeShape
+
+SHAPE = TreeShape.of(16, 6)
+CHAINS, TREES = DraftBounds(0, 8), DraftBounds().with_tree(SHAPE)
+#: As the demo model's drafts and its trees are accepted, by position and by depth.
+CHAIN = (0.7554, 0.6266, 0.542, 0.4773, 0.4245, 0.3712, 0.3331, 0.2894)
+TREE = (0.9203, 0.8437, 0.746, 0.6613, 0.5909, 0.5031)
+REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+
+
+class Device:
+    """Takes its time for steps: verification by rows, drafting by passes, contexts by tokens."""
+
+    def __init__(self, bounds: DraftBounds, seed: int = 0) -> None:
+        self.bounds, self.context, self._random = bounds, 0.0, np.random.default_rng(seed)
+        self.faster: dict[int, float] = {}
+
+    def verify(self, requests: int, drafts: int) -> float:
+        rows = requests * (drafts + 1)
+        return max(0.0048, 0.0036 + 27e-6 * rows) + 2e-9 * self.context * requests
+
+    def draft(self, drafts: int) -> float:
+        passes = SHAPE.depth * 1.1 if self.bounds.tree is not None and drafts == SHAPE.nodes else drafts
+        return 0.0006 * passes
+
+    def step(self, requests: int, drafts: int) -> float:
+        return (self.verify(requests, drafts) + self.draft(drafts)) * self.faster.get(drafts, 1.0)
+
+    def measured(self, wrong: float, seed: int) -> StepCosts:
+        """Return costs as an engine finds them whose device is busy with something else now and then."""
+        random, numbers = np.random.default_rng(seed), self.bounds.candidates
+        table = tuple(
+            tuple(
+                self.step(b, k) * (1.0 if random.random() < 0.5 else random.uniform(1.0, wrong))
+                for k in numbers
+            )
+            for b in REQUESTS
+        )
+        return StepCosts(REQUESTS, numbers, table)
+
+    def accepted(self, requests: int, drafts: int) -> Any:
+        tree = self.bounds.tree is not None and drafts == SHAPE.nodes
+        curve = TREE if tree else CHAIN[:drafts]
+        draws = self._random.random((requests, 1))
+        return (draws < np.array(curve)[None, :]).sum(axis=1).astype(np.int32)
+
+    def run(
+        self, number: Callable[[int], int], requests: int, steps: int, policy: DraftLengthPolicy | None = None
+    ) -> tuple[float, Counter[int]]:
+        """Return tokens a second, and how many steps made each number of drafts."""
+        tokens = seconds = 0.0
+        made: Counter[int] = Counter()
+        verified = None
+        for _ in range(steps):
+            drafts = number(requests)
+            made[drafts] += 1
+            if verified is None:
+                verified = drafts
+            took = self.verify(requests, verified) + self.draft(drafts)
+            took *= self.faster.get(drafts, 1.0)
+            accepted = self.accepted(requests, verified)
+            if policy is not None:
+                if verified:
+                    policy.observe(verified, accepted)
+                noisy = took * float(self._random.normal(1.0, 0.02))
+                clean = noisy if verified == drafts else 0.0
+                policy.observe_step(requests, verified, 0, requests + float(accepted.sum()), clean)
+            tokens += requests + float(accepted.sum())
+            seconds += took
+            verified = drafts
+        return tokens / seconds, made
+
+    def best(self, requests: int) -> tuple[int, float]:
+        steps = max(600, 12000 // requests)
+        rates = {k: self.run(lambda _, k=k: k, requests, steps)[0] for k in self.bounds.candidates}
+        return max(rates.items(), key=lambda one: one[1])
+
+
+@pytest.mark.parametrize("bounds", [CHAINS, TREES], ids=["chains", "trees"])
+@pytest.mark.parametrize("wrong", [1.0, 3.0])
+@pytest.mark.parametrize("requests", [1, 4, 16, 64, 128])
+def test_a_wrong_measurement_costs_little(bounds: DraftBounds, wrong: float, requests: int) -> None:
+    shares = []
+    for seed in range(5):
+        device = Device(bounds, seed)
+        policy = DraftLengthPolicy(bounds)
+        policy.take_costs(device.measured(wrong, seed))
+        device.run(policy.choose, requests, 600, policy)
+        rate, _ = device.run(policy.choose, requests, max(1200, 8000 // requests), policy)
+        shares.append(rate / device.best(requests)[1])
+    assert min(shares) > 0.95, shares
+    assert sum(shares) / len(shares) > 0.97, shares
+
+
+def test_without_what_serving_shows_a_wrong_measurement_costs_much() -> None:
+    """Else the test above would say nothing."""
+    device = Device(CHAINS)
+    costs = device.measured(1.0, 0)
+    wrong = tuple(
+        tuple(c * (3.0 if k >= 4 else 1.0) for k, c in zip(costs.drafts, row, strict=True))
+        for row in costs.seconds
+    )
+    rates = []
+    for watched in (False, True):
+        policy = DraftLengthPolicy(CHAINS)
+        policy.take_costs(replace(costs, seconds=wrong))
+        if not watched:
+            policy.times.observe = lambda *_: None  # type: ignore[union-attr, method-assign]
+        device.run(policy.choose, 4, 1000, policy)
+        rates.append(device.run(policy.choose, 4, 2000, policy)[0] / device.best(4)[1])
+    assert rates[0] < 0.95 < 0.97 < rates[1], rates
+
+
+def test_contexts_that_grow_are_followed() -> None:
+    device = Device(CHAINS)
+    policy = DraftLengthPolicy(CHAINS)
+    policy.take_costs(device.measured(1.0, 0))
+    for context in (*range(0, 100001, 10000), *range(90000, -1, -10000)):
+        device.context = float(context)
+        device.run(policy.choose, 64, 200, policy)
+        rate, _ = device.run(policy.choose, 64, 600, policy)
+        assert rate > 0.94 * device.best(64)[1], context
+
+
+def test_contexts_that_shrink_at_once_are_followed_in_the_end() -> None:
+    device = Device(CHAINS)
+    policy = DraftLengthPolicy(CHAINS)
+    policy.take_costs(device.measured(1.0, 0))
+    for device.context in (100000.0, 0.0):
+        device.run(policy.choose, 64, 5000, policy)
+        rate, _ = device.run(policy.choose, 64, 600, policy)
+        assert rate > 0.96 * device.best(64)[1], device.context
+
+
+def test_a_number_that_became_cheaper_is_found() -> None:
+    device = Device(CHAINS)
+    policy = DraftLengthPolicy(CHAINS)
+    policy.take_costs(device.measured(1.0, 0))
+    device.run(policy.choose, 64, 600, policy)
+    assert policy.chosen != 1
+    device.faster = {1: 0.6}  # another graph, say
+    device.run(policy.choose, 64, 6000, policy)
+    assert device.best(64)[0] == policy.chosen == 1
+
+
+def test_a_load_that_changes_finds_its_times_again() -> None:
+    device = Device(CHAINS)
+    policy = DraftLengthPolicy(CHAINS)
+    policy.take_costs(device.measured(2.0, 5))
+    for requests in (1, 64, 1, 64):
+        device.run(policy.choose, requests, 800, policy)
+    for requests in (1, 64):
+        rate, _ = device.run(policy.choose, requests, 2000, policy)
+        assert rate > 0.96 * device.best(requests)[1]
+
+
+def test_few_steps_are_spent_on_what_is_not_chosen() -> None:
+    device = Device(TREES)
+    policy = DraftLengthPolicy(TREES)
+    policy.take_costs(device.measured(1.0, 0))
+    for requests in (4, 64):
+        device.run(policy.choose, requests, 1000, policy)
+        _, made = device.run(policy.choose, requests, 4000, policy)
+        assert made.most_common(1)[0][1] > 0.95 * 4000, made
+
+
+def test_factors_addends_and_what_is_told() -> None:
+    costs = StepCosts((1, 4), (0, 2), ((1.0, 2.0), (4.0, 5.0)))
+    times = StepTimes(costs)
+    assert [times.step(1, 2), times.seen(1, 2)] == [2.0, 0]
+    times.observe(1, 2, 3.0)  # the first says what all have in common
+    assert times.step(1, 0) == pytest.approx(2.0)
+    assert times.addend(1) == pytest.approx(1.0)
+    assert times.step(4, 0) == 4.0
+    for _ in range(200):
+        times.observe(1, 2, 3.0)
+        times.observe(1, 0, 1.0)
+    assert times.step(1, 2) == pytest.approx(3.0, rel=0.02)
+    assert times.step(1, 0) == pytest.approx(1.0, rel=0.02)
+    assert times.plain(1)["2"]["steps"] == 201
+    assert times.plain(4) == {}
+    times.observe(1, 2, 1e9)
+    assert times.step(1, 2) < 5.0
+    with pytest.raises(ValueError, match="not in tuple"):
+        times.step(1, 7)
+
+
+def test_spikes_of_a_measurement_are_taken_away() -> None:
+    from math import inf
+
+    from nwor.engine.draft_lengths.measurement import without_spikes
+
+    table = ((1.0, 5.0, 3.0, 9.0), (4.0, 2.5, 3.5, 8.0), (3.0, 4.0, inf, 8.5))
+    assert without_spikes(table, 3) == ((1.0, 2.5, 3.0, 8.0), (2.5, 2.5, 3.5, 8.0), (3.0, 4.0, inf, 8.5))
+    assert without_spikes([], 3) == ()
