@@ -94,8 +94,12 @@ class Device:
         return tokens / seconds, made
 
     def best(self, requests: int) -> tuple[int, float]:
-        steps = max(600, 12000 // requests)
-        rates = {k: self.run(lambda _, k=k: k, requests, steps)[0] for k in self.bounds.candidates}
+        """Return the best number of drafts to hold to, and its tokens a second."""
+        rates = {}
+        for drafts in self.bounds.candidates:
+            tree = self.bounds.tree is not None and drafts == SHAPE.nodes
+            tokens = 1.0 + sum(TREE if tree else CHAIN[:drafts])
+            rates[drafts] = requests * tokens / self.step(requests, drafts)
         return max(rates.items(), key=lambda one: one[1])
 
 
@@ -216,3 +220,43 @@ def test_spikes_of_a_measurement_are_taken_away() -> None:
     table = ((1.0, 5.0, 3.0, 9.0), (4.0, 2.5, 3.5, 8.0), (3.0, 4.0, inf, 8.5))
     assert without_spikes(table, 3) == ((1.0, 2.5, 3.0, 8.0), (2.5, 2.5, 3.5, 8.0), (3.0, 4.0, inf, 8.5))
     assert without_spikes([], 3) == ()
+
+
+@pytest.mark.parametrize("wrong", [0.5, 3.0])
+def test_what_prompts_add_is_corrected(wrong: float) -> None:
+    costs = StepCosts(
+        (1, 64), (0, 2), ((0.005, 0.006), (0.006, 0.010)), (64, 1024), (0.005, 0.005 + wrong * 0.02)
+    )
+    times = StepTimes(costs)
+    rows, prompt = 64 * 3, 512
+    true = costs.beside(rows, prompt) / wrong
+    for _ in range(400):
+        times.observe_prompt(64, 2, prompt, 0.010 + true)
+    assert times.beside(rows, prompt) == pytest.approx(true, rel=0.05)
+    assert times.step(64, 2) == 0.010
+    assert times.prompts == pytest.approx(1 / wrong, rel=0.05)
+    for _ in range(400):
+        times.observe_prompt(64, 2, prompt, 0.001)  # no step at all
+    assert 0 < times.beside(rows, prompt) < true
+
+
+def test_a_wrong_cost_of_prompts_does_not_hold_drafts_down() -> None:
+    """Prompts beside nearly every other step; the measurement has them ten times too dear for many rows."""
+    device = Device(CHAINS)
+    costs = device.measured(1.0, 0)
+    rows = (16, 256, 1024, 4096)
+    true = StepCosts(
+        costs.requests, costs.drafts, costs.seconds, rows, tuple(0.0048 + 27e-6 * size for size in rows)
+    )
+    wrong = replace(true, row_seconds=tuple(0.0048 + 27e-5 * size for size in rows))
+    chosen = []
+    for believed in (true, wrong):
+        policy = DraftLengthPolicy(CHAINS)
+        policy.take_costs(believed)
+        for _ in range(400):
+            device.run(policy.choose, 32, 4, policy)
+            drafts = policy.chosen
+            took = device.step(32, drafts) + true.beside(32 * (drafts + 1), 300)
+            policy.observe_step(32, drafts, 300, 32.0, took)
+        chosen.append(policy.chosen)
+    assert abs(chosen[0] - chosen[1]) <= 1, chosen

@@ -151,7 +151,7 @@ class DraftLengths:
         longest = max(map(len, drafts.values()), default=0)
         rows = scheduled.total_num_scheduled_tokens
         prompt = rows - requests - sum(map(len, drafts.values()))
-        if not prompt and longest != made:
+        if longest != made:
             seconds = 0.0  # the number has just changed
         self.policy.observe_step(requests, longest, prompt, tokens, seconds)
 

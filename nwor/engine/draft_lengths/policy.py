@@ -211,7 +211,7 @@ class DraftLengthPolicy:
         cost = hope * self.times.step(requests, drafts) / (requests * tokens)
         if self._prompts and self._tokens:
             rows = requests * (drafts + 1)
-            beside = self.times.costs.beside
+            beside = self.times.beside
             adds = [beside(rows, prompt) for prompt in list(self._prompts)[:: PROMPTS // 16]]
             cost += self._mixed / self._tokens * sum(adds) / len(adds)
         return max(cost, 1e-9)
@@ -246,6 +246,8 @@ class DraftLengthPolicy:
         if prompt:
             self._mixed += 1.0
             self._prompts.append(prompt)
+            if seconds > 0 and self.times is not None and requests and self.times.knows(drafts):
+                self.times.observe_prompt(requests, drafts, prompt, seconds)
         elif seconds > 0 and self.times is not None and requests and self.times.knows(drafts):
             self.times.observe(requests, drafts, seconds)
 
@@ -262,11 +264,13 @@ class DraftLengthPolicy:
             "tokens_per_second": {},
             "extra_milliseconds": 0.0,
             "corrections": {},
+            "prompt_factor": 1.0,
         }
         if self.tree is not None:
             result["tree_acceptance"] = [round(value, 4) for value in self._tree_accepted()]
         if self.times is not None and self._looked_at:
             result["extra_milliseconds"] = round(1e3 * self.times.addend(self._looked_at), 3)
+            result["prompt_factor"] = round(self.times.prompts, 3)
             result["corrections"] = self.times.plain(self._looked_at)
             for drafts, cost in self._found.items():
                 if not isfinite(cost):

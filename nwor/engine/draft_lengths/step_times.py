@@ -2,7 +2,7 @@
 
 The measurement has short contexts, and whatever else the device did meanwhile is in it. So each cell of its
 table has a factor, and each number of requests in it has an addend for what all of its cells have in common,
-such as contexts. Both follow the steps that serving takes.
+such as contexts. What prompts add has one factor. All follow the steps that serving takes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from nwor.draft_costs import StepCosts
 ADDEND_WEIGHT = 0.05
 #: Weights of a step in its cell's factor: least, most, and what each step of other cells before it adds.
 FACTOR_LEAST, FACTOR_MOST, FACTOR_RISE = 0.003, 0.35, 0.01
+#: Weight of a step in the factor of what prompts add.
+PROMPT_WEIGHT = 0.03
 #: Bounds of a step's seconds relative to what was expected: what lies beyond was no step alone.
 LEAST, MOST = 0.2, 4.0
 #: Bounds of a factor.
@@ -40,6 +42,7 @@ class StepTimes:
         self._weights = np.full(shape, FACTOR_MOST)
         self._addends = np.zeros(shape[0])
         self._steps = np.zeros(shape[0])
+        self._prompts = 1.0
         self._places = [log(count) for count in costs.requests]
 
     def place(self, requests: int) -> int:
@@ -101,6 +104,32 @@ class StepTimes:
         factor = self._factors[row, column] + weight * beyond / measured
         self._factors[row, column] = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
         self._seen[row, column] += 1.0
+
+    def beside(self, rows: int, prompt: int) -> float:
+        """Return the seconds that a prompt of ``prompt`` rows adds to a step of ``rows`` others."""
+        return self.costs.beside(rows, prompt) * self._prompts
+
+    def observe_prompt(self, requests: int, drafts: int, prompt: int, seconds: float) -> None:
+        """Take in how long a step took that had rows of prompts beside its windows.
+
+        Args:
+            requests: that verified.
+            drafts: that each verified, and that were made for each; one of those measured.
+            prompt: rows of prompts.
+            seconds: of the step.
+
+        """
+        adds, without = self.costs.beside(requests * (drafts + 1), prompt), self.step(requests, drafts)
+        if not isfinite(without) or not adds:
+            return
+        seen = max(min(seconds, MOST * (without + adds)) - without, 0.0) / adds
+        self._prompts += PROMPT_WEIGHT * (min(seen, MOST_FACTOR) - self._prompts)
+        self._prompts = max(self._prompts, LEAST_FACTOR)
+
+    @property
+    def prompts(self) -> float:
+        """How much prompts add, relative to the measurement."""
+        return self._prompts
 
     def plain(self, requests: int) -> dict[str, Any]:
         """Return what was seen at about so many requests, as plain JSON values by draft tokens."""

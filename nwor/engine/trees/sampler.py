@@ -45,7 +45,7 @@ class TreeSampler(RejectionSampler):
         self._tables = tables
         self._refusing = refusing
         self._slots: torch.Tensor | None = None
-        self._tree_rates = self.synthetic_conditional_rates
+        self._tree_rates: torch.Tensor | None = vars(stock).get("synthetic_conditional_rates")
         if self._tree_rates is not None and rates:
             conditional = unconditional_to_conditional_rates(list(rates))
             self._tree_rates = self._tree_rates.new_tensor(conditional)
