@@ -43,6 +43,12 @@ class NworRunnerV1(NworRunner, IsolatingRunnerV1):
         finally:
             self._nwor_scheduled = None
 
+    def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
+        # One request, and windows alone, stand in the order that is asked for.
+        requests = len(self.input_batch.req_ids)
+        if requests > 1 and len(scheduler_output.scheduled_spec_decode_tokens) < requests:
+            super()._may_reorder_batch(scheduler_output)
+
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         # The record that the step runs by: where drafts are made on the GPU by n-grams, vLLM has copied the
         # scheduler's and left out drafts that turned out to be none.

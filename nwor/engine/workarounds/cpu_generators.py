@@ -18,6 +18,8 @@ _MARK = "_nwor_mended"
 
 def unfinished_generators(runner: Any) -> dict[int, torch.Generator]:
     """Return the generators of seeded requests whose prompt is unfinished, by their row in the batch."""
+    if not runner.input_batch.generators:
+        return {}
     rows = np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0]
     generators = runner.input_batch.generators
     return {int(row): generators[int(row)] for row in rows if int(row) in generators}
