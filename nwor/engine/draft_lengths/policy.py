@@ -44,7 +44,7 @@ TRIES = 2
 PROBE_WINDOWS, PROBE_STEPS = 8, 3
 #: A candidate is tried if it would be chosen were its steps so much shorter: not tried yet, tried of late,
 #: and tried so many steps ago that what was seen then may be wrong now.
-HOPE_UNTRIED, HOPE_TRIED, HOPE_FORGOTTEN = 0.5, 0.9, 0.4
+HOPE_UNTRIED, HOPE_TRIED, HOPE_FORGOTTEN = 0.5, 0.8, 0.4
 FORGOTTEN = 2048
 #: What is assumed of a tree that was never tried: siblings are worth so many independent drafts.
 #: The demo model's trees of 16 nodes, 8 deep, accept as this says.

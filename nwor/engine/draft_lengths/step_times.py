@@ -20,8 +20,11 @@ ADDEND_WEIGHT = 0.05
 FACTOR_LEAST, FACTOR_MOST, FACTOR_RISE = 0.003, 0.35, 0.01
 #: Weight of a step in the factor of what prompts add.
 PROMPT_WEIGHT = 0.03
-#: Bounds of a step's seconds relative to what was expected: what lies beyond was no step alone.
+#: Bounds of a step's seconds relative to what was expected: what lies beyond was no step alone. Results that
+#: the host is late with make one step too long, and the next too short.
 LEAST, MOST = 0.2, 4.0
+#: The same once so many steps have shown what the cell takes.
+KNOWN_LEAST, KNOWN_MOST, KNOWN = 0.7, 1.4, 4
 #: Bounds of a factor.
 LEAST_FACTOR, MOST_FACTOR = 0.1, 10.0
 
@@ -89,8 +92,10 @@ class StepTimes:
         measured, expected = self.costs.step(requests, drafts), self.step(requests, drafts)
         if not isfinite(expected):
             return
-        seconds = min(max(seconds, LEAST * expected), MOST * expected)
         row, column = self.place(requests), self.costs.drafts.index(drafts)
+        known = self._seen[row, column] >= KNOWN
+        least, most = (KNOWN_LEAST, KNOWN_MOST) if known else (LEAST, MOST)
+        seconds = min(max(seconds, least * expected), most * expected)
         beyond = seconds - self._cell(requests, drafts) - self._addends[row]
         # What cells have in common is learned at once; what is left of it is the cell's own. A cell that is
         # seen all the time says what is common: what it says of itself, compared with others, others show.
