@@ -99,12 +99,14 @@ class Device:
 
     def best(self, requests: int) -> tuple[int, float]:
         """Return the best number of drafts to hold to, and its tokens a second."""
-        rates = {}
-        for drafts in self.bounds.candidates:
-            tree = self.bounds.tree is not None and drafts == SHAPE.nodes
-            tokens = 1.0 + sum(TREE if tree else CHAIN[:drafts])
-            rates[drafts] = requests * tokens / self.step(requests, drafts)
+        rates = {drafts: self.rate(requests, drafts) for drafts in self.bounds.candidates}
         return max(rates.items(), key=lambda one: one[1])
+
+    def rate(self, requests: int, drafts: int) -> float:
+        """Return the tokens a second of a number of drafts that is held to."""
+        tree = self.bounds.tree is not None and drafts == SHAPE.nodes
+        tokens = 1.0 + sum(TREE if tree else CHAIN[:drafts])
+        return requests * tokens / self.step(requests, drafts)
 
 
 @pytest.mark.parametrize("bounds", [CHAINS, TREES], ids=["chains", "trees"])
@@ -207,7 +209,9 @@ def test_few_steps_are_spent_on_what_is_not_chosen() -> None:
     for requests in (4, 64):
         device.run(policy.choose, requests, 1000, policy)
         _, made = device.run(policy.choose, requests, 4000, policy)
-        assert made.most_common(1)[0][1] > 0.95 * 4000, made
+        rates = {k: device.rate(requests, k) for k in TREES.candidates}
+        good = sum(count for k, count in made.items() if rates[k] > 0.98 * max(rates.values()))
+        assert good > 0.95 * 4000, made
 
 
 def test_factors_addends_and_what_is_told() -> None:

@@ -44,8 +44,10 @@ TRIES = 2
 PROBE_WINDOWS, PROBE_STEPS = 8, 3
 #: A candidate is tried if it would be chosen were its steps so much shorter: not tried yet, tried of late,
 #: and tried so many steps ago that what was seen then may be wrong now.
-HOPE_UNTRIED, HOPE_TRIED, HOPE_FORGOTTEN = 0.5, 0.8, 0.4
+HOPE_UNTRIED, HOPE_TRIED, HOPE_FORGOTTEN = 0.3, 0.8, 0.4
 FORGOTTEN = 2048
+#: What takes so many times as long as the chosen candidate's step is too dear to try.
+DEAR = 4.0
 #: What is assumed of a tree that was never tried: siblings are worth so many independent drafts.
 #: The demo model's trees of 16 nodes, 8 deep, accept as this says.
 SIBLINGS = 1.25
@@ -160,8 +162,10 @@ class DraftLengthPolicy:
         """Return which candidates to try now and then, though another is chosen."""
         if self.chosen not in self._found:
             return []
+        assert self.times is not None
         now, tokens = self._found[self.chosen], self._expected_tokens()
-        others = [k for k in self._candidates if k != self.chosen]
+        dear = DEAR * self.times.step(requests, self.chosen)
+        others = [k for k in self._candidates if k != self.chosen and self.times.step(requests, k) < dear]
         chains = [k for k in others if k != self.tree]
         # How far texts are accepted has to stay known: by a chain beside trees, else by a longer one.
         if self.chosen == self.tree:

@@ -105,7 +105,9 @@ class StepTimes:
         own = max(self._weights[row, column], FACTOR_LEAST)
         self._weights[row] = np.minimum(self._weights[row] + FACTOR_RISE, 2 * FACTOR_MOST)
         self._weights[row, column] = 0.6 * own
-        weight = (1.0 - weight) * min(own, FACTOR_MOST)
+        # The measurement counts for a quarter of a step.
+        own = min(own, FACTOR_MOST) if known else 1.0 / (self._seen[row, column] + 1.25)
+        weight = (1.0 - weight) * own
         factor = self._factors[row, column] + weight * beyond / measured
         self._factors[row, column] = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
         self._seen[row, column] += 1.0
