@@ -26,7 +26,7 @@ def settle(started: DraftBounds | None, wanted: str) -> str:
     if started is None:
         raise ConfigError(
             "the number of draft tokens was fixed when the engine was started: restart it with "
-            "--num-speculative-tokens auto"
+            "--num-speculative-tokens auto, or under vllm serve with draft_tokens in --additional-config"
         )
     wanted, known = wanted.strip().lower(), started.candidates
     if wanted.isdecimal():

@@ -229,7 +229,8 @@ def check_grammar(structured: Any, largest: int) -> None:
         if size > largest:
             raise RefusalError(
                 f"structured_outputs.{kind} has {size} characters, and this server compiles at most "
-                f"{largest}: make it smaller, or have the server started with a larger --max-grammar-size.",
+                f"{largest}: make it smaller, or have the server started with a larger limit "
+                "(nwor-server --max-grammar-size).",
                 parameter="structured_outputs",
             )
         if kind == "json":

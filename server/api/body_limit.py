@@ -42,7 +42,7 @@ class BodyLimitMiddleware:
                 raise HTTPException(
                     status_code=413,
                     detail=f"The request body is larger than the {limit} bytes that this server reads: "
-                    "send less, or have the server started with a larger --max-body-size.",
+                    "send less, or have the server started with a larger one (nwor-server --max-body-size).",
                     headers={"Connection": "close"},
                 )
             done = not more
