@@ -10,8 +10,6 @@ from __future__ import annotations
 from math import isfinite, log
 from typing import Any
 
-import numpy as np
-
 from nwor.draft_costs import StepCosts
 
 #: Least weight of a step in the addend.
@@ -39,31 +37,37 @@ class StepTimes:
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
-        shape = len(costs.requests), len(costs.drafts)
-        self._factors = np.ones(shape)
-        self._seen = np.zeros(shape)
-        self._weights = np.full(shape, FACTOR_MOST)
-        self._addends = np.zeros(shape[0])
-        self._steps = np.zeros(shape[0])
+        rows, columns = len(costs.requests), len(costs.drafts)
+        self._factors = [[1.0] * columns for _ in range(rows)]
+        self._seen = [[0] * columns for _ in range(rows)]
+        # The weight that a cell's factor had at the row's step of that number.
+        self._weights = [[(FACTOR_MOST, 0)] * columns for _ in range(rows)]
+        self._addends = [0.0] * rows
+        self._steps = [0] * rows
         self._prompts = 1.0
-        self._places = [log(count) for count in costs.requests]
+        self._columns = {drafts: column for column, drafts in enumerate(costs.drafts)}
+        self._places: dict[int, int] = {}
+        self._measured: dict[tuple[int, int], float] = {}
 
     def place(self, requests: int) -> int:
         """Return which of the measured numbers of requests is nearest, by ratio."""
-        wanted = log(max(requests, 1))
-        return min(range(len(self._places)), key=lambda index: abs(self._places[index] - wanted))
+        place = self._places.get(requests)
+        if place is None:
+            apart = [abs(log(count / max(requests, 1))) for count in self.costs.requests]
+            place = self._places[requests] = apart.index(min(apart))
+        return place
 
     def knows(self, drafts: int) -> bool:
         """Return whether steps with so many draft tokens were measured."""
-        return drafts in self.costs.drafts
+        return drafts in self._columns
 
     def addend(self, requests: int) -> float:
         """Return the seconds that steps of about so many requests take beyond their cells."""
-        return float(self._addends[self.place(requests)])
+        return self._addends[self.place(requests)]
 
     def seen(self, requests: int, drafts: int) -> int:
         """Return how many steps of about so many requests have shown what ``drafts`` cost."""
-        return int(self._seen[self.place(requests), self.costs.drafts.index(drafts)])
+        return self._seen[self.place(requests)][self._columns[drafts]]
 
     def step(self, requests: int, drafts: int) -> float:
         """Return the seconds of a step without prompts; infinity where no step has room for that.
@@ -73,12 +77,16 @@ class StepTimes:
             drafts: of each; one of those measured.
 
         """
-        cell = self._cell(requests, drafts)
-        return max(cell + self.addend(requests), 0.2 * cell)
+        place = self.place(requests)
+        cell = self._of(requests, drafts) * self._factors[place][self._columns[drafts]]
+        return max(cell + self._addends[place], 0.2 * cell)
 
-    def _cell(self, requests: int, drafts: int) -> float:
-        factor = self._factors[self.place(requests), self.costs.drafts.index(drafts)]
-        return float(self.costs.step(requests, drafts) * factor)
+    def _of(self, requests: int, drafts: int) -> float:
+        """Return what was measured."""
+        seconds = self._measured.get((requests, drafts))
+        if seconds is None:
+            seconds = self._measured[requests, drafts] = self.costs.step(requests, drafts)
+        return seconds
 
     def observe(self, requests: int, drafts: int, seconds: float) -> None:
         """Take in how long a step without prompts took.
@@ -89,28 +97,29 @@ class StepTimes:
             seconds: of the step.
 
         """
-        measured, expected = self.costs.step(requests, drafts), self.step(requests, drafts)
-        if not isfinite(expected):
+        row, column = self.place(requests), self._columns[drafts]
+        measured = self._of(requests, drafts)
+        if not isfinite(measured):
             return
-        row, column = self.place(requests), self.costs.drafts.index(drafts)
-        known = self._seen[row, column] >= KNOWN
+        cell = measured * self._factors[row][column]
+        expected = max(cell + self._addends[row], 0.2 * cell)
+        seen, steps = self._seen[row][column], self._steps[row]
+        known = seen >= KNOWN
         least, most = (KNOWN_LEAST, KNOWN_MOST) if known else (LEAST, MOST)
-        seconds = min(max(seconds, least * expected), most * expected)
-        beyond = seconds - self._cell(requests, drafts) - self._addends[row]
+        beyond = min(max(seconds, least * expected), most * expected) - cell - self._addends[row]
         # What cells have in common is learned at once; what is left of it is the cell's own. A cell that is
         # seen all the time says what is common: what it says of itself, compared with others, others show.
-        weight = max(ADDEND_WEIGHT, 1.0 / (self._steps[row] + 1.0))
+        weight = max(ADDEND_WEIGHT, 1.0 / (steps + 1.0))
         self._addends[row] += weight * beyond
-        self._steps[row] += 1.0
-        own = max(self._weights[row, column], FACTOR_LEAST)
-        self._weights[row] = np.minimum(self._weights[row] + FACTOR_RISE, 2 * FACTOR_MOST)
-        self._weights[row, column] = 0.6 * own
+        before, then = self._weights[row][column]
+        own = min(max(before + FACTOR_RISE * (steps - then), FACTOR_LEAST), 2 * FACTOR_MOST)
+        self._weights[row][column] = 0.6 * own, steps + 1
         # The measurement counts for a quarter of a step.
-        own = min(own, FACTOR_MOST) if known else 1.0 / (self._seen[row, column] + 1.25)
-        weight = (1.0 - weight) * own
-        factor = self._factors[row, column] + weight * beyond / measured
-        self._factors[row, column] = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
-        self._seen[row, column] += 1.0
+        own = min(own, FACTOR_MOST) if known else 1.0 / (seen + 1.25)
+        factor = self._factors[row][column] + (1.0 - weight) * own * beyond / measured
+        self._factors[row][column] = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
+        self._seen[row][column] = seen + 1
+        self._steps[row] = steps + 1
 
     def beside(self, rows: int, prompt: int) -> float:
         """Return the seconds that a prompt of ``prompt`` rows adds to a step of ``rows`` others."""
@@ -141,10 +150,7 @@ class StepTimes:
     def plain(self, requests: int) -> dict[str, Any]:
         """Return what was seen at about so many requests, as plain JSON values by draft tokens."""
         row = self.place(requests)
+        found = zip(self.costs.drafts, self._factors[row], self._seen[row], strict=True)
         return {
-            str(drafts): {"factor": round(float(factor), 3), "steps": int(seen)}
-            for drafts, factor, seen in zip(
-                self.costs.drafts, self._factors[row], self._seen[row], strict=True
-            )
-            if seen
+            str(drafts): {"factor": round(factor, 3), "steps": seen} for drafts, factor, seen in found if seen
         }
