@@ -19,6 +19,8 @@ from benchmarks.serving.summary import quantile
 
 #: Clients of the load that finds out what stock serves at most.
 CAPACITY_CLIENTS = 128
+#: Size of the loads by which servers learn, relative to those that are measured.
+LEARNING_SCALE = 0.5
 #: Seconds beyond which a load has failed.
 _LOAD_SECONDS = 900.0
 
@@ -86,7 +88,10 @@ class Session:
         return self.began + 60 * float(self.args.minutes) - time.monotonic()
 
     def warm(self) -> None:
-        """Load every server once in each mode, all servers at the same time; nothing of it counts."""
+        """Load every server once in each mode, all servers at the same time; nothing of it counts.
+
+        Those that choose their draft tokens learn what steps cost, so they get each load once more, alone.
+        """
         began = time.monotonic()
         most = max((load.clients for load in self.args.loads), default=0) or 16
         lengths = self.args.lengths[0]
@@ -100,6 +105,10 @@ class Session:
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
             list(pool.map(one, self.servers.values()))
+        for arm in [arm for arm in self.args.arms if arm.chosen]:
+            server = self.servers[arm.server]
+            for load in [load for load in self.args.loads if load.clients]:
+                self._load(self._job(server, arm, load.name, 0.0, lengths, "alone", LEARNING_SCALE))
         print(f"warm after {time.monotonic() - began:.0f} s", flush=True)
 
     def measure(self) -> None:
