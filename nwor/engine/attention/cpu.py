@@ -67,12 +67,12 @@ class NworCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> NworCPUAttentionMetadata:
         """Build the stock metadata and keep what it was built from."""
-        built: Any = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        # A copy of so many fields takes longer than the step's other metadata.
-        built.__class__ = NworCPUAttentionMetadata
-        built.builder, built.common = self, common_attn_metadata
-        extended: NworCPUAttentionMetadata = built
-        return extended
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        # Its constructor takes longer, argument by argument, than the step's other metadata.
+        extended: Any = object.__new__(NworCPUAttentionMetadata)
+        vars(extended).update(vars(stock), builder=self, common=common_attn_metadata, _rest=None)
+        built: NworCPUAttentionMetadata = extended
+        return built
 
     def build_rest(self, common: CommonAttentionMetadata, requests: int, tokens: int) -> CPUAttentionMetadata:
         """Build stock metadata for the batch without its leading part."""
