@@ -43,5 +43,4 @@ def install(app: FastAPI, state: State, engine: EngineClient, max_body: int, max
     beam_search.install(state, engine)
     acceptance.install(state)
     # Made now and kept by the application: the first to ask would hold up all others for a second.
-    app.openapi_schema = None
     openapi_document.complete(app.openapi())

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from benchmarks.serving.models import CURVES
-from nwor.tree_shape import TreeShape
 
 
 def by_depth(result: Path, most: int | None = None) -> list[float]:
@@ -44,8 +43,7 @@ def main(argv: list[str]) -> int:
         if kind == "chain":
             curve["chain"] = by_depth(Path(file))
             continue
-        nodes, depth = map(int, kind.split("x"))
-        trees[kind] = by_depth(Path(file), TreeShape.of(nodes, depth).depth)
+        trees[kind] = by_depth(Path(file), int(kind.split("x")[1]))
     curves = json.loads(CURVES.read_text("utf-8")) | {args.name: curve | {"trees": trees}}
     CURVES.write_text(json.dumps(curves, indent=1) + "\n")
     return 0

@@ -228,11 +228,20 @@ def rejected_drafts(sampled: torch.Tensor, draft_counts: Sequence[int], vocabula
         vocabulary: ids from here on are no tokens, as vLLM reads its output.
 
     """
-    if sampled.device.type == "cpu":  # each of torch's operations takes ten times as long
-        ids = sampled.numpy()
-        counts = np.asarray(draft_counts, np.int32)
-        kept = ((ids >= 0) & (ids < vocabulary)).sum(axis=1, dtype=np.int32)
-        return torch.from_numpy(np.minimum(1 + counts - kept, counts))
+    # On a CPU each of torch's operations takes ten times as long.
+    count = rejected_on_host if sampled.device.type == "cpu" else rejected_on_device
+    return count(sampled, draft_counts, vocabulary)
+
+
+def rejected_on_host(sampled: torch.Tensor, draft_counts: Sequence[int], vocabulary: int) -> torch.Tensor:
+    """Do as :func:`rejected_drafts` for a tensor of the host's."""
+    ids, counts = sampled.numpy(), np.asarray(draft_counts, np.int32)
+    valid = ((ids >= 0) & (ids < vocabulary)).sum(axis=1, dtype=np.int32)
+    return torch.from_numpy(np.minimum(1 + counts - valid, counts))
+
+
+def rejected_on_device(sampled: torch.Tensor, draft_counts: Sequence[int], vocabulary: int) -> torch.Tensor:
+    """Do as :func:`rejected_drafts` by torch's operations."""
     valid = ((sampled >= 0) & (sampled < vocabulary)).sum(dim=1, dtype=torch.int32)
     fewest, most = min(draft_counts), max(draft_counts)
     if fewest == most:

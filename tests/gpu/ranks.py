@@ -62,3 +62,12 @@ def started(
             yield llm
         finally:
             llm.llm_engine.engine_core.shutdown()
+
+
+def prompts(count: int) -> list[str]:
+    """Return beginnings of code for the demo model, of three lengths."""
+    bodies = ["return a + b", "for i in range(10):\n        total += i", "raise ValueError(message)", "x = {"]
+    return [
+        f"class Item{i % 9}:\n    def method_{i}(self, a, b):\n        " + bodies[i % 4] * (1 + i % 3)
+        for i in range(count)
+    ]

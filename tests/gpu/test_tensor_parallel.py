@@ -59,11 +59,7 @@ def _run(llm: Any, mode: str) -> list[Any]:
     from vllm import SamplingParams
 
     llm.collective_rpc("nwor_set_mode", args=(mode,))
-    bodies = ["return a + b", "for i in range(10):\n        total += i", "raise ValueError(message)", "x = {"]
-    prompts = [
-        f"class Item{i % 9}:\n    def method_{i}(self, a, b):\n        " + bodies[i % 4] * (1 + i % 3)
-        for i in range(PROMPTS)
-    ]
+    prompts = ranks.prompts(PROMPTS)
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5)
     outputs: list[Any] = llm.generate(prompts, params, use_tqdm=False)
     while _core(llm).batch_queue or _core(llm).scheduler.has_requests():

@@ -57,11 +57,7 @@ def _run(llm: Any, mode: str | None, batch: int = PROMPTS) -> list[Any]:
 
     if mode is not None:
         llm.collective_rpc("nwor_set_mode", args=(mode,))
-    bodies = ["return a + b", "for i in range(10):\n        total += i", "raise ValueError(message)", "x = {"]
-    prompts = [
-        f"class Item{i % 9}:\n    def method_{i}(self, a, b):\n        " + bodies[i % 4] * (1 + i % 3)
-        for i in range(PROMPTS)
-    ]
+    prompts = ranks.prompts(PROMPTS)
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5)
     outputs: list[Any] = []
     for start in range(0, PROMPTS, batch):

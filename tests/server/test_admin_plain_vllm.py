@@ -157,8 +157,11 @@ def test_answers_are_those_of_nwor_server(plain: PlainServer) -> None:
         assert answer.status_code == status
         error = answer.json()["error"]
         assert (error["code"], said in error["message"]) == (status, True), error
-    bounded = complete(plain, 1, vllm_xargs={"nwor_max_draft_tokens": 0}).json()
-    assert bounded["metrics"].get("nwor", {}).get("draft_tokens", 0) == 0
+    drafted = [plain.total("vllm:spec_decode_num_draft_tokens_total")]
+    for bound in (0, 2):
+        assert complete(plain, 1, vllm_xargs={"nwor_max_draft_tokens": bound}).status_code == 200
+        drafted.append(plain.total("vllm:spec_decode_num_draft_tokens_total"))
+    assert drafted[0] == drafted[1] < drafted[2]
     document = httpx.get(f"{plain.url}/openapi.json", timeout=60).json()
     assert "413" in document["paths"]["/v1/completions"]["post"]["responses"]
 

@@ -21,7 +21,7 @@ from nwor.engine.attention.triton_attn import NworTritonAttentionBackend
 from nwor.engine.model_runner import v1 as runner_v1
 from nwor.engine.model_runner.v1 import NworRunnerV1
 from nwor.engine.stats.step_messages import record_of
-from nwor.engine.step_plan import rejected_drafts
+from nwor.engine.step_plan import rejected_drafts, rejected_on_device
 from nwor.modes import Mode
 from tests.unit.toy_layers import ToyLayers
 
@@ -44,7 +44,10 @@ SAMPLED = torch.tensor([[7, 5, -1, -1], [7, 6, -1, -1], [3, -1, -1, -1]], dtype=
     ],
 )
 def test_rejected_drafts(sampled, drafts, expected):
-    rejected = rejected_drafts(torch.tensor(sampled, dtype=torch.int32), drafts, VOCABULARY)
+    ids = torch.tensor(sampled, dtype=torch.int32)
+    rejected = rejected_drafts(ids, drafts, VOCABULARY)
+    on_device = rejected_on_device(ids, drafts, VOCABULARY)
+    assert (on_device.tolist(), on_device.dtype) == (expected, torch.int32)
     assert rejected.dtype == torch.int32
     assert rejected.tolist() == expected
 

@@ -282,7 +282,8 @@ def test_chains_are_chains() -> None:
     assert not tables._parents[2].any()
 
 
-def test_of_what_did_not_attend_as_a_tree_chains_alone_accept() -> None:
+def _tree_and_chain() -> tuple[Any, Any, list[Any]]:
+    """Return tables and a batch of two windows of 6 drafts, a tree of 3 levels and a chain, and both."""
     shape = (6, 3, 3)
     tables = _tables(shape)
     tokens, logprobs = _candidates(shape, 2, seed=9)
@@ -290,6 +291,11 @@ def test_of_what_did_not_attend_as_a_tree_chains_alone_accept() -> None:
     tables.set_linear(1, True)
     tables.build(torch.tensor([0, 1]), torch.zeros(2, 6, dtype=torch.int64), NONE)
     batch = _batch([7, 7], [6, 6], [0, 1], [10, 10])
+    return tables, batch, expected
+
+
+def test_of_what_did_not_attend_as_a_tree_chains_alone_accept() -> None:
+    tables, batch, expected = _tree_and_chain()
     goal = []
     for tree in expected:
         own = [0] * 7
@@ -305,13 +311,7 @@ def test_of_what_did_not_attend_as_a_tree_chains_alone_accept() -> None:
 
 
 def test_where_chance_decides_trees_and_chains_have_rates_of_their_own() -> None:
-    shape = (6, 3, 3)
-    tables = _tables(shape)
-    tokens, logprobs = _candidates(shape, 2, seed=9)
-    trees = _trees(tables, tokens, logprobs, linear={1})
-    tables.set_linear(1, True)
-    tables.build(torch.tensor([0, 1]), torch.zeros(2, 6, dtype=torch.int64), NONE)
-    batch = _batch([7, 7], [6, 6], [0, 1], [10, 10])
+    tables, batch, trees = _tree_and_chain()
     row_tokens = torch.tensor([token for tree in trees for token in tree.tokens])
     seeds, positions = torch.arange(8), torch.arange(14)
     never, always = torch.zeros(6), torch.ones(6)

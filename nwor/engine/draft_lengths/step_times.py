@@ -65,10 +65,6 @@ class StepTimes:
         """Return the seconds that steps of about so many requests take beyond their cells."""
         return self._addends[self.place(requests)]
 
-    def seen(self, requests: int, drafts: int) -> int:
-        """Return how many steps of about so many requests have shown what ``drafts`` cost."""
-        return self._seen[self.place(requests)][self._columns[drafts]]
-
     def step(self, requests: int, drafts: int) -> float:
         """Return the seconds of a step without prompts; infinity where no step has room for that.
 

@@ -44,9 +44,7 @@ class NworRunnerV1(NworRunner, IsolatingRunnerV1):
             self._nwor_scheduled = None
 
     def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
-        # One request, and windows alone, stand in the order that is asked for.
-        requests = len(self.input_batch.req_ids)
-        if requests > 1 and len(scheduler_output.scheduled_spec_decode_tokens) < requests:
+        if len(self.input_batch.req_ids) > 1:
             super()._may_reorder_batch(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
