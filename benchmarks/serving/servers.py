@@ -118,7 +118,8 @@ class Server:
         ranks = [
             {key: rank.get(key) for key in ("unsupported", "fault", "token_bytes")} for rank in told["ranks"]
         ]
-        return {key: told.get(key) for key in ("enabled", "mode", "modes", "capture")} | {"ranks": ranks}
+        kept = ("enabled", "mode", "modes", "capture", "draft_tokens")
+        return {key: told.get(key) for key in kept} | {"ranks": ranks}
 
 
 def stock_command() -> list[str]:

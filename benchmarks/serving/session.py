@@ -233,8 +233,14 @@ class Session:
         return figures
 
     def close(self) -> None:
-        """Write what there is."""
-        self.document["runs"][self.run]["seconds"] = round(time.monotonic() - self.began, 1)
+        """Write what there is, and what servers that choose say of their choice."""
+        run = self.document["runs"][self.run]
+        run["draft_tokens"] = {
+            arm.name: self.servers[arm.server].state().get("draft_tokens")
+            for arm in self.args.arms
+            if arm.chosen and self.servers[arm.server].healthy()
+        }
+        run["seconds"] = round(time.monotonic() - self.began, 1)
         results.save(self.args.out, self.document)
         print(f"{len(self.document['records'])} records in {self.args.out}", flush=True)
 

@@ -438,6 +438,26 @@ def test_trees_for_few_requests_and_chains_for_many(make_engine: Callable[..., A
     assert seen["chains"] > 0
 
 
+@pytest.mark.parametrize("tree", [{"nodes": 8, "depth": 5, "width": 3}, COMB], ids=["grown", "comb"])
+def test_where_chance_accepts_trees_are_as_deep_as_a_trained_drafters(
+    tree: dict[str, Any], make_engine: Callable[..., Any], plain: Plain
+) -> None:
+    """Else rates of deep levels would say nothing: this drafter's own trees are flat."""
+    speculation = engines.eagle(tree["nodes"])
+    speculation["rejection_sample_method"] = "synthetic"
+    speculation["synthetic_acceptance_rates"] = [0.0] * tree["nodes"]
+    nwor = {"mode": "stage", "tree": tree, "tree_acceptance_rates": [1.0] * tree["depth"]}
+    with pytest.MonkeyPatch.context() as patch:
+        tree_stand_ins.install(patch.setattr)
+        llm = make_engine(**SETTINGS, speculative_config=speculation, additional_config={"nwor": nwor})
+        before = _begin(llm)["counts"]
+        generate(llm, plain.requests["greedy"][:2])
+        counts = _report(llm)["counts"]
+    windows, accepted = (counts[name] - before[name] for name in ("windows", "accepted_tokens"))
+    # A request's last window may have no room for all.
+    assert 0.8 * tree["depth"] * windows < accepted <= tree["depth"] * windows
+
+
 @_shapes(GROWN, COMB, more=MORE)
 def test_each_step_is_that_of_an_independent_decoder(
     engine: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch

@@ -214,25 +214,54 @@ def test_few_steps_are_spent_on_what_is_not_chosen() -> None:
         assert good > 0.95 * 4000, made
 
 
-def test_factors_addends_and_what_is_told() -> None:
+def test_what_is_common_what_is_a_cells_own_and_what_is_told() -> None:
     costs = StepCosts((1, 4), (0, 2), ((1.0, 2.0), (4.0, 5.0)))
     times = StepTimes(costs)
     assert (times.step(1, 2), times.plain(1)) == (2.0, {})
-    times.observe(1, 2, 3.0)  # the first says what all have in common
-    assert times.step(1, 0) == pytest.approx(2.0)
-    assert times.addend(1) == pytest.approx(1.0)
+    times.observe(1, 2, 2.2)
+    assert times.common(1) == pytest.approx(0.2)  # one alone says what is common
+    assert times.step(1, 0) == pytest.approx(1.2)
+    assert times.step(1, 2) == pytest.approx(2.2)
     assert times.step(4, 0) == 4.0
     for _ in range(200):
         times.observe(1, 2, 3.0)
         times.observe(1, 0, 1.0)
     assert times.step(1, 2) == pytest.approx(3.0, rel=0.02)
-    assert times.step(1, 0) == pytest.approx(1.0, rel=0.02)
+    assert times.step(1, 0) == pytest.approx(1.0, rel=0.04)
     assert times.plain(1)["2"]["steps"] == 201
+    assert times.plain(1)["2"]["milliseconds"] > times.plain(1)["0"]["milliseconds"]
     assert times.plain(4) == {}
     times.observe(1, 2, 1e9)
-    assert times.step(1, 2) < 5.0
+    assert times.step(1, 2) < 3.1
     with pytest.raises(ValueError, match="not in tuple"):
         times.step(1, 7)
+
+
+def test_long_first_steps_are_forgotten() -> None:
+    """Whatever a start brings, what all cells have in common stays what it is."""
+    costs = StepCosts((64,), (0, 2, 3, 4), ((0.008, 0.010, 0.012, 0.014),))
+    times = StepTimes(costs)
+    for _ in range(8):
+        times.observe(64, 2, 0.060)
+    times.observe(64, 3, 0.130)
+    assert times.step(64, 3) < 0.080
+    for _ in range(100):
+        for drafts, seconds in ((2, 0.011), (3, 0.013)):
+            for _ in range(3):
+                times.observe(64, drafts, seconds)
+    # The others were never seen: they are as much longer as those that were.
+    for drafts, seconds in ((0, 0.009), (2, 0.011), (3, 0.013), (4, 0.015)):
+        assert times.step(64, drafts) == pytest.approx(seconds, rel=0.03)
+    assert times.common(64) == pytest.approx(0.001, abs=0.0002)
+
+
+def test_one_number_that_is_seen_alone_says_what_is_common() -> None:
+    costs = StepCosts((64,), (0, 2, 4), ((0.008, 0.010, 0.014),))
+    times, random = StepTimes(costs), np.random.default_rng(0)
+    for _ in range(3000):
+        times.observe(64, 2, 0.012 * float(random.normal(1.0, 0.1)))
+    assert times.step(64, 4) == pytest.approx(0.016, rel=0.06)
+    assert times.step(64, 2) == pytest.approx(0.012, rel=0.06)
 
 
 def test_spikes_of_a_measurement_are_taken_away() -> None:

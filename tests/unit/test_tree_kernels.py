@@ -351,3 +351,7 @@ def test_likeliest_tokens(vocabulary: int, dtype: torch.dtype) -> None:
     assert (tokens[:, 1] < vocabulary).all()
     assert (tokens[:, 0] == -1).all()
     assert (tokens[:, 2] == -1).all()
+    assumed = torch.log(torch.tensor([0.5, 0.2, 0.1, 0.05, 0.01]))
+    again = top_tokens(logits, torch.tensor(1), tokens, logprobs, assumed)
+    assert again.tolist() == first.tolist()
+    assert torch.equal(logprobs[:, 1], assumed.expand(4, width))

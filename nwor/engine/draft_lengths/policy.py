@@ -273,7 +273,7 @@ class DraftLengthPolicy:
         if self.tree is not None:
             result["tree_acceptance"] = [round(value, 4) for value in self._tree_accepted()]
         if self.times is not None and self._looked_at:
-            result["extra_milliseconds"] = round(1e3 * self.times.addend(self._looked_at), 3)
+            result["extra_milliseconds"] = round(1e3 * self.times.common(self._looked_at), 3)
             result["prompt_factor"] = round(self.times.prompts, 3)
             result["corrections"] = self.times.plain(self._looked_at)
             for drafts, cost in self._found.items():

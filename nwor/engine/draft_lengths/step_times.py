@@ -1,30 +1,97 @@
 """What a step costs now: the measurement of the start, corrected by the steps of late.
 
 The measurement has short contexts, and whatever else the device did meanwhile is in it. So each cell of its
-table has a factor, and each number of requests in it has an addend for what all of its cells have in common,
-such as contexts. What prompts add has one factor. All follow the steps that serving takes.
+table has an excess: the mean of what its steps took beyond it. The median of a row's is what its cells have in
+common, such as contexts; the rest is the cell's own. Few steps say little of a cell: its own part is drawn
+towards none by :data:`PRIOR` steps, less so where the measurement is far off. This is a random-effects model
+with heavy tails (Lange, Little and Taylor, "Robust statistical modeling using the t distribution", 1989). What
+prompts add has one factor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite, log
 from typing import Any
 
 from nwor.draft_costs import StepCosts
 
-#: Least weight of a step in the addend.
-ADDEND_WEIGHT = 0.05
-#: Weights of a step in its cell's factor: least, most, and what each step of other cells before it adds.
-FACTOR_LEAST, FACTOR_MOST, FACTOR_RISE = 0.003, 0.35, 0.01
-#: Weight of a step in the factor of what prompts add.
-PROMPT_WEIGHT = 0.03
-#: Bounds of a step's seconds relative to what was expected: what lies beyond was no step alone. Results that
-#: the host is late with make one step too long, and the next too short.
-LEAST, MOST = 0.2, 4.0
-#: The same once so many steps have shown what the cell takes.
-KNOWN_LEAST, KNOWN_MOST, KNOWN = 0.7, 1.4, 4
-#: Bounds of a factor.
-LEAST_FACTOR, MOST_FACTOR = 0.1, 10.0
+#: Steps of a cell that count as much as its measurement.
+PRIOR = 1.0
+#: Error of a measurement, relative, from which on it counts less.
+FAR = 0.15
+#: Most steps that a cell's mean is over. What moves it then moves its whole row.
+MOST_STEPS = 32.0
+#: Steps of the row after which a step of the cell counts half in its mean.
+HALF_LIFE = 512.0
+#: Bounds of a step's seconds relative to what is expected: what lies beyond was no step alone. Results that the
+#: host is late with make one step too long, and the next too short.
+LEAST_NEW, MOST_NEW = 0.3, 1.5
+#: The same once a cell has so many steps.
+LEAST_KNOWN, MOST_KNOWN, KNOWN = 0.75, 1.25, 4
+#: Least seconds of a step, relative to its measurement.
+LEAST = 0.1
+#: Weight of a step in the factor of what prompts add, and bounds of the factor.
+PROMPT_WEIGHT, LEAST_FACTOR, MOST_FACTOR = 0.03, 0.1, 10.0
+#: Most seconds of a step with prompts, relative to what is expected.
+MOST = 4.0
+
+
+class _Row:
+    """What was seen with about so many requests, by column of the measurement.
+
+    Args:
+        measured: seconds of each column.
+
+    """
+
+    def __init__(self, measured: Sequence[float]) -> None:
+        columns = len(measured)
+        self._far = [FAR * seconds for seconds in measured]
+        self.excess = [0.0] * columns
+        self.steps = [0.0] * columns
+        self.seen = [0] * columns
+        self.common = 0.0
+        self._now = 0
+        self._then = [0] * columns
+
+    def own(self, column: int) -> float:
+        """Return the seconds of a cell beyond its measurement and what the row has in common."""
+        steps, prior = self._trust(column), self._prior(column)
+        return steps / (steps + prior) * (self.excess[column] - self.common)
+
+    def _prior(self, column: int) -> float:
+        """Return the steps that a cell's measurement counts as."""
+        return PRIOR / (1.0 + ((self.excess[column] - self.common) / self._far[column]) ** 2)
+
+    def _trust(self, column: int) -> float:
+        """Return the steps that speak for a cell. Old ones give way to new ones, and count until then."""
+        return max(self.steps[column], min(self.seen[column], KNOWN))
+
+    def add(self, column: int, excess: float) -> None:
+        """Take in the excess of one step."""
+        self._now += 1
+        kept = 0.5 ** ((self._now - self._then[column]) / HALF_LIFE)
+        before = self.steps[column] * kept
+        steps = self.steps[column] = min(before + 1.0, MOST_STEPS)
+        moved = (excess - self.excess[column]) / steps
+        self.excess[column] += moved
+        self.seen[column] += 1
+        self._then[column] = self._now
+        # A cell that is known well moves with what all have in common, so the others move as well: by half, or
+        # cells that take turns would never show how far they are apart.
+        others = 0.5 * moved * before / MOST_STEPS
+        seen = [other for other, count in enumerate(self.seen) if count]
+        for other in seen:
+            if other != column:
+                self.excess[other] += others
+        # The median: a cell whose measurement is far off says nothing of the others.
+        half = 0.5 * sum(map(self._trust, seen))
+        for other in sorted(seen, key=self.excess.__getitem__):
+            half -= self._trust(other)
+            if half <= 0.0:
+                self.common = self.excess[other]
+                break
 
 
 class StepTimes:
@@ -37,13 +104,7 @@ class StepTimes:
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
-        rows, columns = len(costs.requests), len(costs.drafts)
-        self._factors = [[1.0] * columns for _ in range(rows)]
-        self._seen = [[0] * columns for _ in range(rows)]
-        # The weight that a cell's factor had at the row's step of that number.
-        self._weights = [[(FACTOR_MOST, 0)] * columns for _ in range(rows)]
-        self._addends = [0.0] * rows
-        self._steps = [0] * rows
+        self._rows = [_Row(measured) for measured in costs.seconds]
         self._prompts = 1.0
         self._columns = {drafts: column for column, drafts in enumerate(costs.drafts)}
         self._places: dict[int, int] = {}
@@ -61,9 +122,9 @@ class StepTimes:
         """Return whether steps with so many draft tokens were measured."""
         return drafts in self._columns
 
-    def addend(self, requests: int) -> float:
-        """Return the seconds that steps of about so many requests take beyond their cells."""
-        return self._addends[self.place(requests)]
+    def common(self, requests: int) -> float:
+        """Return the seconds that all steps of about so many requests take beyond the measurement."""
+        return self._rows[self.place(requests)].common
 
     def step(self, requests: int, drafts: int) -> float:
         """Return the seconds of a step without prompts; infinity where no step has room for that.
@@ -73,9 +134,8 @@ class StepTimes:
             drafts: of each; one of those measured.
 
         """
-        place = self.place(requests)
-        cell = self._of(requests, drafts) * self._factors[place][self._columns[drafts]]
-        return max(cell + self._addends[place], 0.2 * cell)
+        measured, row = self._of(requests, drafts), self._rows[self.place(requests)]
+        return max(measured + row.common + row.own(self._columns[drafts]), LEAST * measured)
 
     def _of(self, requests: int, drafts: int) -> float:
         """Return what was measured."""
@@ -93,29 +153,14 @@ class StepTimes:
             seconds: of the step.
 
         """
-        row, column = self.place(requests), self._columns[drafts]
-        measured = self._of(requests, drafts)
+        measured, expected = self._of(requests, drafts), self.step(requests, drafts)
         if not isfinite(measured):
             return
-        cell = measured * self._factors[row][column]
-        expected = max(cell + self._addends[row], 0.2 * cell)
-        seen, steps = self._seen[row][column], self._steps[row]
-        known = seen >= KNOWN
-        least, most = (KNOWN_LEAST, KNOWN_MOST) if known else (LEAST, MOST)
-        beyond = min(max(seconds, least * expected), most * expected) - cell - self._addends[row]
-        # What cells have in common is learned at once; what is left of it is the cell's own. A cell that is
-        # seen all the time says what is common: what it says of itself, compared with others, others show.
-        weight = max(ADDEND_WEIGHT, 1.0 / (steps + 1.0))
-        self._addends[row] += weight * beyond
-        before, then = self._weights[row][column]
-        own = min(max(before + FACTOR_RISE * (steps - then), FACTOR_LEAST), 2 * FACTOR_MOST)
-        self._weights[row][column] = 0.6 * own, steps + 1
-        # The measurement counts for a quarter of a step.
-        own = min(own, FACTOR_MOST) if known else 1.0 / (seen + 1.25)
-        factor = self._factors[row][column] + (1.0 - weight) * own * beyond / measured
-        self._factors[row][column] = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
-        self._seen[row][column] = seen + 1
-        self._steps[row] = steps + 1
+        row, column = self._rows[self.place(requests)], self._columns[drafts]
+        known = row.steps[column] >= KNOWN
+        least, most = (LEAST_KNOWN, MOST_KNOWN) if known else (LEAST_NEW, MOST_NEW)
+        taken = min(max(seconds, least * expected), most * expected)
+        row.add(column, taken - measured)
 
     def beside(self, rows: int, prompt: int) -> float:
         """Return the seconds that a prompt of ``prompt`` rows adds to a step of ``rows`` others."""
@@ -145,8 +190,9 @@ class StepTimes:
 
     def plain(self, requests: int) -> dict[str, Any]:
         """Return what was seen at about so many requests, as plain JSON values by draft tokens."""
-        row = self.place(requests)
-        found = zip(self.costs.drafts, self._factors[row], self._seen[row], strict=True)
+        row = self._rows[self.place(requests)]
         return {
-            str(drafts): {"factor": round(factor, 3), "steps": seen} for drafts, factor, seen in found if seen
+            str(drafts): {"milliseconds": round(1e3 * row.own(column), 3), "steps": row.seen[column]}
+            for drafts, column in self._columns.items()
+            if row.seen[column]
         }

@@ -39,6 +39,8 @@ class TreeDecoding:
 
     def __init__(self, runner: Any, tables: TreeTables, rates: Sequence[float] = ()) -> None:
         self.tables = tables
+        if rates:
+            tables.assume_probabilities()
         self.chains: dict[str, int] = {}
         # Those that have not ended: vLLM adds a request anew after it was preempted.
         self._linear: set[str] = set()

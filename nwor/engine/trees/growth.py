@@ -15,7 +15,7 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from nwor.engine.attention import draft_window
 from nwor.engine.attention.attachment import CacheViews
 from nwor.engine.attention.draft_window import DraftWindow, DraftWindowStep
-from nwor.engine.trees.growth_kernels import Candidates
+from nwor.engine.trees.tables import TreeTables
 from nwor.engine.trees.top_tokens import top_tokens
 from nwor.errors import ConfigError
 
@@ -25,13 +25,15 @@ class TreeGrowth:
 
     Args:
         speculator: vLLM's, its model loaded.
-        candidates: what passes find.
+        tables: the rank's trees, grown ones.
 
     """
 
-    def __init__(self, speculator: Any, candidates: Candidates) -> None:
+    def __init__(self, speculator: Any, tables: TreeTables) -> None:
+        assert tables.candidates is not None
         self._speculator = speculator
-        self._candidates = candidates
+        self._tables = tables
+        self._candidates = candidates = tables.candidates
         self._windows: list[DraftWindow] = []
         requests, device = speculator.max_num_reqs, speculator.device
         self._starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * candidates.window
@@ -71,9 +73,8 @@ class TreeGrowth:
 
     def _note(self, logits: torch.Tensor) -> torch.Tensor:
         found, rows = self._candidates, logits.shape[0]
-        return top_tokens(
-            logits, self._pass, found.tokens[:rows].unsqueeze(1), found.logprobs[:rows].unsqueeze(1)
-        )
+        tokens, logprobs = found.tokens[:rows].unsqueeze(1), found.logprobs[:rows].unsqueeze(1)
+        return top_tokens(logits, self._pass, tokens, logprobs, self._tables.assumed)
 
     def passes(
         self,

@@ -34,7 +34,7 @@ class TreeDrafts:
         speculator.sample_draft = self.sample_draft
         self.growth: TreeGrowth | None = None
         if tables.candidates is not None:
-            self.growth = TreeGrowth(speculator, tables.candidates)
+            self.growth = TreeGrowth(speculator, tables)
         for name in ("_generate_fused_drafts", "_generate_draft", "_multi_step_decode"):
             setattr(speculator, name, self._passes(name, getattr(speculator, name)))
 
@@ -80,7 +80,7 @@ class TreeDrafts:
         logits = self._speculator.compute_draft_logits(hidden_states, spec_step_idx)
         if self.growth is not None:
             return self.growth.note_first(logits)
-        return top_tokens(logits, draft_step, tables.tokens, tables.logprobs)
+        return top_tokens(logits, draft_step, tables.tokens, tables.logprobs, tables.assumed)
 
     def propose(
         self,

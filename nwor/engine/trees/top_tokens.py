@@ -122,6 +122,7 @@ def top_tokens(
     step: torch.Tensor,
     tokens: torch.Tensor,
     logprobs: torch.Tensor,
+    assumed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Note the likeliest tokens of one pass of the drafter, and return the first of each row.
 
@@ -130,6 +131,7 @@ def top_tokens(
         step: int64 scalar on the device: the pass, from 0.
         tokens: int64 [at least rows, depth, width]; the pass's column is written.
         logprobs: float32, likewise.
+        assumed: float32 [width], noted in place of the log-probabilities that were found.
 
     Returns:
         int64 [rows].
@@ -162,4 +164,6 @@ def top_tokens(
         # Few candidates fit into one warp, whose reductions meet in no memory.
         num_warps=1 if candidates <= 512 else 4,
     )
+    if assumed is not None:
+        logprobs[:rows].copy_(assumed)  # in benchmarks alone
     return first
