@@ -21,8 +21,8 @@ CONFIG_KEY = "nwor"
 #: Settings that are whole numbers from 0.
 _COUNTS = ("self_check_interval", "mixed_graph_rows", "grammar_seconds")
 
-#: vLLM's attention backends on CUDA that NWOR extends.
-ATTENTION_BACKENDS = ("flash", "triton")
+#: vLLM's attention backends on GPUs that NWOR extends, and the choice among them by the GPU.
+ATTENTION_BACKENDS = ("auto", "flash", "triton", "flashinfer", "rocm")
 #: Longest window that the verify kernels take, in tokens.
 MAX_WINDOW = 64
 #: Draft tokens of a step where their number is fixed and nobody gives one.
@@ -104,7 +104,7 @@ class DraftBounds:
         inside = {drafts for drafts in CANDIDATES if self.least <= drafts <= self.most} | {self.least}
         if self.tree is not None:
             inside = {drafts for drafts in inside | {self.tree.depth} if drafts <= self.tree.depth}
-            inside = {drafts for drafts in inside if self.least <= drafts < self.most}
+            inside = {drafts for drafts in inside | {*self.tree.sizes} if self.least <= drafts < self.most}
         return tuple(sorted(inside | {self.most}))
 
     @property
@@ -140,10 +140,13 @@ class NworConfig:
             vLLM's own settings fix it.
         draft_vocabulary: the tokens that an EAGLE head drafts of; None where it may draft any.
         tree: how large the trees of draft tokens are; None where windows are chains.
+        tree_required: the engine does not start where it cannot have trees. Where false, its windows are then
+            chains, and the log says why.
         tree_acceptance_rates: for benchmarks under vLLM's synthetic rejection, whose own rates are those of
-            chains: chance that a step accepts the first node of a tree, the first two, and so on.
+            chains: chance that a step accepts the first node of a tree, the first two, and so on; for each of
+            its sizes, or the same for all.
         attention_backends: those of :data:`ATTENTION_BACKENDS` with which windows are staged; of no matter on
-            a CPU. "triton" is experimental.
+            a CPU. "auto" is flash, and flashinfer where vLLM prefers it and it pays; others are experimental.
 
     """
 
@@ -157,8 +160,9 @@ class NworConfig:
     draft_tokens: DraftBounds | None = None
     draft_vocabulary: VocabularyChoice | None = None
     tree: TreeShape | None = None
-    tree_acceptance_rates: tuple[float, ...] = ()
-    attention_backends: tuple[str, ...] = ("flash",)
+    tree_required: bool = True
+    tree_acceptance_rates: tuple[tuple[float, ...], ...] = ()
+    attention_backends: tuple[str, ...] = ("auto",)
 
     def __post_init__(self) -> None:
         """Check that the settings fit together.
@@ -203,7 +207,7 @@ class NworConfig:
         for name in _COUNTS:
             if name in settings:
                 values[name] = _parse_int(name, settings[name])
-        for name in ("fast_host", "fast_sampling"):
+        for name in ("fast_host", "fast_sampling", "tree_required"):
             if name in settings:
                 values[name] = _parse_bool(name, settings[name])
         if settings.get("draft_tokens") is not None:
@@ -256,20 +260,27 @@ class NworConfig:
             "draft_tokens": None if self.draft_tokens is None else str(self.draft_tokens),
             "draft_vocabulary": None if self.draft_vocabulary is None else str(self.draft_vocabulary),
             "tree": None if self.tree is None else self.tree.to_mapping(),
-            "tree_acceptance_rates": list(self.tree_acceptance_rates),
+            "tree_required": self.tree_required,
+            "tree_acceptance_rates": [list(rates) for rates in self.tree_acceptance_rates],
             "attention_backends": list(self.attention_backends),
         }
 
 
-def _parse_rates(value: object, tree: TreeShape | None) -> tuple[float, ...]:
+def _parse_rates(value: object, tree: TreeShape | None) -> tuple[tuple[float, ...], ...]:
     wanted = "NWOR setting 'tree_acceptance_rates' must be a list of falling numbers from 0 to 1"
-    if not isinstance(value, (list, tuple)) or not all(
-        isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 <= rate <= 1 for rate in value
-    ):
-        raise ConfigError(f"{wanted}, not {value!r}")
-    if tree is None or len(value) != tree.depth or list(value) != sorted(value, reverse=True):
-        raise ConfigError(f"{wanted}, one for each level of the tree, not {value!r}")
-    return tuple(map(float, value))
+    lists = value if isinstance(value, (list, tuple)) and isinstance(value[0], (list, tuple)) else [value]
+    found = []
+    for rates in lists:
+        if not isinstance(rates, (list, tuple)) or not all(
+            isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 <= rate <= 1 for rate in rates
+        ):
+            raise ConfigError(f"{wanted}, not {rates!r}")
+        if tree is None or len(rates) != tree.depth or list(rates) != sorted(rates, reverse=True):
+            raise ConfigError(f"{wanted}, one for each level of the tree, not {rates!r}")
+        found.append(tuple(map(float, rates)))
+    if tree is not None and len(found) not in (1, len(tree.sizes)):
+        raise ConfigError(f"{wanted}, or one such list for each of {tree.sizes} nodes, not {value!r}")
+    return tuple(found)
 
 
 def _parse_modes(value: object) -> tuple[Mode, ...]:

@@ -12,6 +12,8 @@ from nwor.errors import ConfigError
 
 #: Most nodes: a window of 64 rows, row 0 among them, is the longest that the verify kernels take.
 MOST_NODES = 63
+#: Numbers of nodes that windows may have where trees are larger: the likeliest so many of a tree are a tree.
+SMALLER = (16, 32)
 #: Depth where nobody gives one.
 DEFAULT_DEPTH = 6
 #: Most continuations of a node where nobody gives their number.
@@ -56,6 +58,15 @@ class TreeShape:
         if self.kind is TreeKind.COMB:
             return self.depth * self.width
         return self.width + (self.depth - 1) * self.width**2
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Draft tokens of a window that is a tree, ascending: with many requests fewer than with one."""
+        return (*(nodes for nodes in SMALLER if self.depth < nodes < self.nodes), self.nodes)
+
+    def is_tree(self, drafts: int) -> bool:
+        """Return whether a window of so many draft tokens is a tree; if not, it is a chain."""
+        return drafts > self.depth or drafts == self.nodes
 
     def __post_init__(self) -> None:
         """Check that the numbers fit together.
@@ -155,19 +166,23 @@ def schedule(shape: TreeShape, requests: int | None, most_requests: int) -> list
 
     Args:
         shape: the trees.
-        requests: how many requests may have trees; None for as many as :data:`ROWS_FOR_TREES` allows.
+        requests: how many requests may have trees; None for as many as :data:`ROWS_FOR_TREES` allows, of each
+            of their sizes.
         most_requests: requests of the largest batch.
 
     Returns:
         What vLLM's ``num_speculative_tokens_per_batch_size`` takes.
 
     """
-    if requests is None:
-        requests = max(1, ROWS_FOR_TREES // (shape.nodes + 1))
+    if requests is not None:
+        trees = [(requests, shape.nodes)]
+    else:
+        trees = [(max(1, ROWS_FOR_TREES // (nodes + 1)), nodes) for nodes in reversed(shape.sizes)]
+    chains = [(last, min(drafts, shape.depth)) for last, drafts in CHAINS]
     entries, first = [], 1
-    for last, drafts in ((requests, shape.nodes), *CHAINS):
+    for last, drafts in (*trees, *chains):
         last = min(last, most_requests)
         if last >= first:
-            entries.append((first, last, min(drafts, shape.depth) if drafts != shape.nodes else drafts))
+            entries.append((first, last, drafts))
             first = last + 1
     return entries

@@ -68,8 +68,8 @@ def add_nwor_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nwor-attention-backends",
         metavar="NAME,NAME",
-        help="vLLM's attention backends on a GPU with which windows stay out of the cache: flash, and "
-        "triton, which is experimental and has not been measured on a GPU yet. Default: "
+        help="vLLM's attention backends on a GPU with which windows stay out of the cache: auto, by the GPU; "
+        "flash; triton, flashinfer and rocm, which are experimental. Default: "
         f"{','.join(NworConfig().attention_backends)}.",
     )
     # None and not true where they are absent, as the other settings are.
@@ -174,6 +174,8 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool, device_type: str = 
     tree = tree_of(args)
     if tree is not None:
         given["tree"] = tree.to_mapping()
+        if args.tree_nodes is None:
+            given["tree_required"] = False
     names = (*_SETTINGS, "tree_nodes")
     first = next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None), None)
     additional = dict(args.additional_config or {})
@@ -205,7 +207,7 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool, device_type: str = 
                 raise UsageError(
                     "--tree-nodes needs mode stage, the only one that holds trees: add stage to --nwor-modes"
                 )
-            if config.tree is not None:
+            if config.tree is not None and config.tree_required:
                 _check_tree_runner("--tree-nodes", device_type)
             _check_draft_vocabulary(config, args)
             additional[CONFIG_KEY] = config.to_mapping()
@@ -220,7 +222,7 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool, device_type: str = 
 
 
 def tree_of(args: argparse.Namespace) -> TreeShape | None:
-    """Return the tree that the flags ask for; None where they ask for none.
+    """Return the tree that the flags ask for, or else the one by default; None where there is none.
 
     Raises:
         UsageError: flags that are not valid, or no number of nodes.
@@ -232,7 +234,8 @@ def tree_of(args: argparse.Namespace) -> TreeShape | None:
             if getattr(args, name) is not None:
                 name = "--" + name.replace("_", "-")
                 raise UsageError(f"{name} is of a tree, and there is none: add --tree-nodes")
-        return None
+        default: TreeShape | None = getattr(args, "default_tree", None)
+        return default
     if args.tree_requests is not None and args.tree_requests < 1:
         raise UsageError(f"--tree-requests {args.tree_requests}: give 1 or more, or drop --tree-nodes")
     try:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from nwor.tree_shape import schedule
+from nwor.config import DraftBounds
+from nwor.tree_shape import TreeShape, schedule
 from server import draft_tokens
 from server.drafters import (
     METHODS,
@@ -23,6 +24,8 @@ from server.errors import StartupError, UsageError
 from server.models import check_draft, check_model, read_config
 from server.nwor_options import tree_of
 
+#: Trees that are there by default. Windows have fewer of their nodes where more requests run.
+DEFAULT_TREE_NODES, DEFAULT_TREE_DEPTH = 60, 8
 #: More requests than any engine runs at once.
 MOST_REQUESTS = 1 << 16
 #: Methods for which vLLM looks at the draft's path first, and the words by which it then takes another one.
@@ -135,8 +138,11 @@ def use_draft(args: argparse.Namespace, default: int | str, device_type: str) ->
     tokens = default if drafter.tokens is None else drafter.tokens
     if drafter.tokens is None and _chooses(args, drafter.method, device_type):
         tokens = "auto"
+    args.default_tree = _default_tree(args, drafter, tokens, device_type)
     tree = tree_of(args)
     lengths = draft_tokens.settle(args, drafter.method, tokens, device_type, tree)
+    if args.default_tree is not None and args.draft_tokens is None:
+        args.default_tree = tree = None
     _check_number(drafter, lengths["num_speculative_tokens"])
     if tree is not None and args.draft_tokens is None:
         most = args.max_num_seqs or MOST_REQUESTS
@@ -236,6 +242,29 @@ def _chooses(args: argparse.Namespace, method: str, device_type: str) -> bool:
     return device_type == "cuda" and method in draft_tokens.METHODS and alone
 
 
+def _default_tree(
+    args: argparse.Namespace, drafter: Drafter, tokens: int | str, device_type: str
+) -> TreeShape | None:
+    """Return the trees that the engine may choose where nobody says a number, bounds, or that there are none.
+
+    They are measured where the choice is. The engine drafts chains, and says so, where it cannot have them.
+    """
+    asked = args.num_speculative_tokens
+    free = tokens == "auto" if asked is None else isinstance(asked, DraftBounds) and not asked.given
+    if (
+        free
+        and args.tree_nodes is None
+        and _chooses(args, drafter.method, device_type)
+        and args.draft_sampling != "sampled"
+        and draft_tokens.configured_nwor(args) is None
+        # Steps with adapters are not measured, so the number of requests would choose.
+        and not getattr(args, "enable_lora", False)
+        and draft_tokens.why_not_auto(args, drafter.method, device_type) is None
+    ):
+        return TreeShape.of(DEFAULT_TREE_NODES, DEFAULT_TREE_DEPTH)
+    return None
+
+
 def _samples(asked: str | None, method: str, device_type: str) -> bool:
     """Return whether drafts are sampled for requests with a temperature; by vLLM's default they are not."""
     if asked == "sampled" and method in _NEVER_SAMPLED:
@@ -284,6 +313,8 @@ def _announce(args: argparse.Namespace, drafter: Drafter, most: int) -> None:
     else:
         where = " from the text so far"
     number = f"up to {most} tokens" if args.draft_tokens is not None else f"{most} token{'s' * (most != 1)}"
+    if args.default_tree is not None:
+        number = f"up to {args.default_tree.depth} tokens, or a tree of up to {most}"
     # vLLM sets its log up later than this.
     print(
         f"nwor-server: drafts by {drafter.method}{where}, told by {drafter.source}; {number} a step",

@@ -25,8 +25,8 @@ from turns import Turns
 
 #: Name of the only "mode" of an engine without NWOR.
 STOCK = "stock"
-#: vLLM's name of the attention backend with which NWOR stages only where that is asked for.
-TRITON = "TRITON_ATTN"
+#: Attention backends with which NWOR stages only where that is asked for: the setting's name by vLLM's.
+ASKED_FOR = {"TRITON_ATTN": "triton", "FLASHINFER": "flashinfer"}
 #: The repository: NWOR's package is taken from here where it is not installed.
 ROOT = Path(__file__).resolve().parents[2]
 #: Requests that every engine is started for, whichever batches are measured.
@@ -52,6 +52,7 @@ class Engine:
             "k": args.k,
             "modes": self.modes,
             "tree": args.tree,
+            "adaptive": args.adaptive,
             "draft_vocabulary": args.draft_vocabulary,
             "error": None,
             "cells": [],
@@ -84,8 +85,8 @@ class Engine:
                 settings["tree"] = {**tree, "kind": kind}
             if args.draft_vocabulary:
                 settings["draft_vocabulary"] = args.draft_vocabulary
-            if args.attention_backend == TRITON:
-                settings["attention_backends"] = ["triton"]
+            if args.attention_backend in ASKED_FOR:
+                settings["attention_backends"] = [ASKED_FOR[args.attention_backend]]
             extra["additional_config"] = {"nwor": settings}
         if args.attention_backend:
             extra["attention_backend"] = args.attention_backend
@@ -108,6 +109,7 @@ class Engine:
                 "num_speculative_tokens": args.k,
                 "rejection_sample_method": "synthetic",
                 "synthetic_acceptance_rates": [args.acceptances[0] ** i for i in range(1, args.k + 1)],
+                **({"enable_adaptive_verification": True} if args.adaptive else {}),
             },
             worker_extension_cls="worker_tools.WorkerTools",
             seed=0,
@@ -238,6 +240,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--k", type=int, default=4, help="draft tokens of a step")
     parser.add_argument("--modes", default="", help="comma-separated NWOR modes; empty for stock vLLM")
     parser.add_argument("--tree", default="", help="NODES,DEPTH,WIDTH,KIND of trees; k is the nodes")
+    parser.add_argument("--adaptive", action="store_true", help="vLLM's adaptive verification; k is the most")
     parser.add_argument("--draft-vocabulary", type=int, default=0, help="ids that are drafted; 0 for all")
     parser.add_argument("--contexts", type=grid.numbers, default=[512, 4096, 16384])
     parser.add_argument("--batches", type=grid.numbers, default=[1, 16, 64])

@@ -2,9 +2,16 @@
 
     python benchmarks/engine/trees.py --arms stock@4,stage@4,grown@16x6x4 --output trees.json [--curves FILE]
 
+    python benchmarks/engine/trees.py --arms stock@2,stock@4,stock@7+adaptive,stage@7+adaptive \\
+        --batches 64,128 --acceptance 0.6 --output adaptive.json
+
 One engine for each arm, all on one GPU at once; they take turns, run by run (turns.py). Acceptance is
 synthetic and does not change what a step costs. Tokens a second are a step's time and the tokens that a step
 brings: by ``--curves``, a JSON object of arms' names to the tokens of a step, as measured elsewhere.
+
+Arms with ``+adaptive`` have vLLM's adaptive verification, whose steps cost what they verify. So tokens a
+second as they were measured are told for them, and for chains beside them. All requests accept alike here:
+what shorter windows for some of them alone gain is not seen.
 """
 
 from __future__ import annotations
@@ -23,6 +30,8 @@ from typing import Any
 from turns import Message, Player, alternate
 
 DECODE = Path(__file__).resolve().parent / "decode.py"
+#: Ends an arm with vLLM's adaptive verification.
+ADAPTIVE = "+adaptive"
 
 
 def command_of(arm: str) -> list[str]:
@@ -33,6 +42,10 @@ def command_of(arm: str) -> list[str]:
 
     """
     kind, _, size = arm.partition("@")
+    if size.endswith(ADAPTIVE):
+        if kind not in ("stock", "stage"):
+            raise ValueError(f"{arm}: adaptive verification is of chains")
+        return [*command_of(arm.removesuffix(ADAPTIVE)), "--adaptive"]
     size, _, vocabulary = size.partition("+v")
     drafted = ["--draft-vocabulary", vocabulary] if vocabulary else []
     if kind == "stock":
@@ -42,7 +55,9 @@ def command_of(arm: str) -> list[str]:
     if kind in ("grown", "comb"):
         nodes, depth, width = size.split("x")
         return ["--k", nodes, "--modes", "stage", "--tree", f"{nodes},{depth},{width},{kind}", *drafted]
-    raise ValueError(f"{arm}: wanted stock@K, stage@K or grown@ or comb@NODESxDEPTHxWIDTH, and +vN")
+    raise ValueError(
+        f"{arm}: wanted stock@K or stage@K, and {ADAPTIVE}, or grown@ or comb@NODESxDEPTHxWIDTH, and +vN"
+    )
 
 
 def launch(arm: str, args: argparse.Namespace, target: Path) -> tuple[subprocess.Popen[bytes], Player]:
@@ -70,6 +85,29 @@ def step_ms(record: Mapping[str, Any]) -> dict[str, list[float]]:
         (seconds,) = cell["seconds"].values()
         found[f"{cell['context']}x{cell['batch']}"] = [1e3 * each / cell["steps"] for each in seconds]
     return found
+
+
+def tokens_a_second(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the tokens a second of all runs together, by context and batch."""
+    found = {}
+    for cell in record["cells"]:
+        ((mode, seconds),) = cell["seconds"].items()
+        found[f"{cell['context']}x{cell['batch']}"] = sum(cell["tokens"][mode]) / sum(seconds)
+    return found
+
+
+def measured(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table of tokens a second of arms of chains, where one of them is adaptive; else nothing."""
+    arms = [arm for arm in records if arm.startswith(("stock", "stage"))]
+    if not any(arm.endswith(ADAPTIVE) for arm in arms):
+        return ""
+    rates = {arm: tokens_a_second(records[arm]) for arm in arms}
+    cells = list(next(iter(rates.values())))
+    lines = ["", "| Tokens a second, measured | " + " | ".join(cells) + " |", "|---" * (len(cells) + 1) + "|"]
+    for arm, by_cell in rates.items():
+        row = [f"{by_cell[cell]:.0f}" if cell in by_cell else "" for cell in cells]
+        lines.append(f"| {arm} | " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def report(times: Mapping[str, Mapping[str, list[float]]], curves: Mapping[str, float], first: str) -> str:
@@ -149,7 +187,7 @@ def main() -> None:
     )
     curves = json.loads(args.curves.read_text()) if args.curves else {}
     times = {arm: step_ms(record) for arm, record in records.items()}
-    text = report(times, curves, arms[0])
+    text = report(times, curves, arms[0]) + measured(records)
     args.output.with_suffix(".md").write_text(text)
     print(text)
     for arm, record in records.items():

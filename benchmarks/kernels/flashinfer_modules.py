@@ -1,9 +1,10 @@
 """Compiles the FlashInfer modules that the grid needs, ahead of time; needs nvcc, but no GPU.
 
-    python benchmarks/kernels/flashinfer_modules.py --out modules [--only xqa]
+    python benchmarks/kernels/flashinfer_modules.py --out modules [--only xqa] [--engine]
 
 FlashInfer compiles a module when it is first asked for, which takes minutes. Where the machine that measures
 has little time, or no compiler, build them elsewhere and give the folder to `run.py --flashinfer modules`.
+`--engine` compiles those that engines of the demo model ask for instead (tests/gpu/test_flashinfer_attn.py).
 Wants the packages flashinfer-python, in the version that vLLM 0.32 pins, and apache-tvm-ffi; and of CUDA's
 toolkit the compiler, the headers with cuRAND's, libcudart, and a libcuda to link with (a stub does).
 """
@@ -24,6 +25,8 @@ from cells import BLOCK_SIZE, DRAFTS, HEADS
 #: The version whose internal generators are used here, and which vLLM 0.32 pins.
 VERSION = "0.7.0.post1"
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+#: Of the demo model: query heads, KV heads, head size; and rows of the longest window in its tests.
+DEMO_HEADS, LONGEST_WINDOW = (6, 2, 64), 5
 #: Hopper.
 ARCHITECTURE = "9.0a"
 
@@ -63,12 +66,29 @@ def specifications() -> Iterator[Any]:
                     )
 
 
+def engine_specifications() -> Iterator[Any]:
+    """Those of the demo model in vLLM's FlashInfer attention: prompts, single rows, windows of any length."""
+    from flashinfer.jit.attention import modules
+    from flashinfer.jit.xqa import gen_xqa_module
+
+    query_heads, kv_heads, size = DEMO_HEADS
+    shape = (BF16, BF16, BF16, torch.int32, size, size, 0, False, False, False)
+    yield modules.gen_batch_prefill_module("fa3", *shape)
+    yield modules._gen_batch_prefill_primary_module("fa2", *shape)
+    for rows in range(1, LONGEST_WINDOW + 1):
+        for ragged in {False, rows > 1}:
+            yield gen_xqa_module(
+                BF16, BF16, BLOCK_SIZE, size, query_heads // kv_heads, False, BF16, rows, ragged
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--only", default="", help="modules whose name contains this")
+    parser.add_argument("--engine", action="store_true", help="those of the GPU tests' engines")
     args = parser.parse_args()
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", ARCHITECTURE)
     import flashinfer
@@ -76,7 +96,7 @@ def main() -> None:
     if flashinfer.__version__ != VERSION:
         raise SystemExit(f"flashinfer-python is {flashinfer.__version__}; {VERSION} is wanted")
     done: set[str] = set()
-    for specification in specifications():
+    for specification in engine_specifications() if args.engine else specifications():
         name = specification.name
         target = args.out / name / f"{name}.so"
         if name in done or args.only not in name or target.exists():

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("name")
     parser.add_argument("--source", required=True, help="model, machine and date")
-    parser.add_argument("results", nargs="+", metavar="chain=FILE|NODESxDEPTH=FILE")
+    parser.add_argument("results", nargs="+", metavar="chain=FILE|NODESxDEPTH[/NODES]=FILE")
     args = parser.parse_args(argv)
     curve: dict[str, object] = {"source": args.source}
     trees: dict[str, list[float]] = {}
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         if kind == "chain":
             curve["chain"] = by_depth(Path(file))
             continue
-        trees[kind] = by_depth(Path(file), int(kind.split("x")[1]))
+        trees[kind] = by_depth(Path(file), int(kind.partition("/")[0].split("x")[1]))
     curves = json.loads(CURVES.read_text("utf-8")) | {args.name: curve | {"trees": trees}}
     CURVES.write_text(json.dumps(curves, indent=1) + "\n")
     return 0

@@ -26,8 +26,10 @@ def _curves() -> dict[str, Any]:
     return found
 
 
-def tree_rates(acceptance: str, arm: Arm) -> list[float] | None:
+def tree_rates(acceptance: str, arm: Arm) -> list[float] | list[list[float]] | None:
     """Return NWOR's ``tree_acceptance_rates`` of an arm; None for chains and for the model's own.
+
+    Where windows may have fewer nodes, they are known by the tree and their own: ``60x8/16``.
 
     Raises:
         ValueError: if nobody knows how a tree of this shape is accepted.
@@ -35,12 +37,13 @@ def tree_rates(acceptance: str, arm: Arm) -> list[float] | None:
     """
     if arm.tree is None or acceptance == "own":
         return None
-    shape = arm.name.partition("@")[2]
-    curve = _curves().get(acceptance, {})
-    if shape not in curve.get("trees", {}):
-        raise ValueError(f"--acceptance {acceptance} says nothing of {arm.name}: measure it (README.md)")
-    result: list[float] = curve["trees"][shape]
-    return result
+    shape, sizes = arm.name.partition("@")[2], arm.tree.sizes
+    known: dict[str, list[float]] = _curves().get(acceptance, {}).get("trees", {})
+    names = [*(f"{shape}/{nodes}" for nodes in sizes[:-1]), shape]
+    if missing := [name for name in names if name not in known]:
+        raise ValueError(f"--acceptance {acceptance} says nothing of {missing[0]}: measure it (README.md)")
+    found = [known[name] for name in names]
+    return found if len(found) > 1 else found[0]
 
 
 def rates(acceptance: str, k: int) -> list[float] | None:

@@ -142,7 +142,7 @@ def command(
     flags: Sequence[str],
     modes: Sequence[str],
     arm: Arm | None = None,
-    tree_rates: Sequence[float] | None = None,
+    tree_rates: Sequence[float] | Sequence[Sequence[float]] | None = None,
 ) -> list[str]:
     """Return a server's command line, without its port.
 

@@ -14,6 +14,8 @@ from nwor.counts.records import Treatment, WindowKind
 Numbers = npt.NDArray[np.int64]
 
 _ENDED = 0
+#: Treatments of the same requests whose cells are remembered.
+MOST_TREATMENTS = 64
 
 
 @dataclass
@@ -80,6 +82,8 @@ class WindowTable:
             roster = self._roster = self._make_roster(request_ids, runs)
         cells = roster.cells.get(treatment)
         if cells is None:
+            if len(roster.cells) >= MOST_TREATMENTS:  # where no two steps are alike
+                roster.cells.clear()
             cells = roster.cells[treatment] = self._cells(roster, layout)
         accepted = layout.accepted(steps)
         np.add.at(self._counts.reshape(-1), cells + accepted, 1)

@@ -25,7 +25,6 @@ class Reason:
 REASONS: dict[str, Reason] = {
     "no_speculation": Reason("start", "the engine was started without speculative decoding"),
     "window_too_long": Reason("start", "more draft tokens a step than the verify kernels take"),
-    "adaptive_verification": Reason("start", "the device shortens windows that the host has scheduled"),
     "batch_invariance": Reason(
         "start", "results must not depend on the batch (VLLM_BATCH_INVARIANT); ours do, by rounding"
     ),
@@ -48,6 +47,10 @@ REASONS: dict[str, Reason] = {
     "graph": Reason("step", "the step ran in a CUDA graph that was captured for direct writes only"),
     "fault": Reason("step", "an error while staging or committing; the window was finished by direct writes"),
 }
+
+
+#: What to name in the setting ``attention_backends`` for an implementation of vLLM's that is not extended.
+NAMED_BY = {"TritonAttentionImpl": "triton", "FlashInferImpl": "flashinfer"}
 
 
 class Unsupported(Exception):  # noqa: N818  a verdict, not an error
@@ -77,8 +80,6 @@ def check_engine(vllm_config: Any, max_window: int) -> None:
         raise Unsupported(
             "window_too_long", f"windows of {window} tokens; at most {max_window} can be staged"
         )
-    if getattr(speculative, "enable_adaptive_verification", False):
-        raise Unsupported("adaptive_verification")
     import vllm.envs
 
     if vllm.envs.VLLM_BATCH_INVARIANT:
@@ -134,9 +135,13 @@ def check_layer(name: str, layer: Any, *backends: Any) -> Any:
         raise Unsupported("attention_backend", f"layer {name} is a {type(layer).__name__}")
     backend = next((each for each in backends if type(layer.impl) is each.get_impl_cls()), None)
     if backend is None:
-        used, hint = type(layer.impl).__name__, ""
-        if used == "TritonAttentionImpl" and all(each.get_name() != "TRITON_ATTN" for each in backends):
-            hint = "; experimental: name triton in attention_backends (--nwor-attention-backends)"
+        used = type(layer.impl).__name__
+        setting = NAMED_BY.get(used)
+        hint = (
+            f"; experimental: name {setting} in attention_backends (--nwor-attention-backends)"
+            if setting
+            else ""
+        )
         raise Unsupported("attention_backend", f"layer {name} uses {used}{hint}")
     if type(layer) is not Attention:
         raise Unsupported(
@@ -192,10 +197,68 @@ def check_triton(name: str, layer: Any, vllm_config: Any) -> None:
         raise Unsupported("cache_format", f"layer {name} keeps a scale for each token and head ({cache})")
     if cache == "fp8_e5m2":
         raise Unsupported("cache_format", f"layer {name}: Triton's writer makes e4m3 of an fp8_e5m2 cache")
-    if getattr(vllm_config.compilation_config.pass_config, "fuse_attn_quant", False):
+    check_output(name, impl, vllm_config)
+
+
+def check_flashinfer(name: str, layer: Any, vllm_config: Any) -> None:
+    """Check what vLLM's FlashInfer backend can do and the verify kernel, or the commit, cannot.
+
+    Args:
+        name: of the layer.
+        layer: the layer's module, an implementation of the FlashInfer backend in it.
+        vllm_config: the engine's configuration.
+
+    Raises:
+        Unsupported: with the first reason found.
+
+    """
+    if layer.impl.is_kvcache_nvfp4:
+        raise Unsupported("cache_format", f"layer {name} keeps 4-bit numbers and their scales (nvfp4)")
+    check_output(name, layer.impl, vllm_config)
+
+
+def check_rocm(name: str, layer: Any, vllm_config: Any) -> None:
+    """Check what vLLM's backends for AMD GPUs can do and a verify kernel or a commit could not.
+
+    Args:
+        name: of the layer.
+        layer: the layer's module, an implementation of one of these backends in it.
+        vllm_config: the engine's configuration.
+
+    Raises:
+        Unsupported: with the first reason found.
+
+    """
+    from vllm._aiter_ops import rocm_aiter_ops
+    from vllm.platforms import current_platform
+
+    passes = vllm_config.compilation_config.pass_config
+    for fusion in ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache"):
+        if getattr(passes, fusion, False):
+            raise Unsupported("attention_feature", f"the cache is written with rotary positions ({fusion})")
+    if rocm_aiter_ops.is_shuffle_kv_cache_enabled():
+        raise Unsupported("cache_format", f"layer {name} keeps keys and values shuffled")
+    if layer.impl.kv_cache_dtype.startswith("fp8") and current_platform.is_fp8_fnuz():
+        raise Unsupported("cache_format", f"layer {name} keeps fp8 of another kind (e4m3fnuz)")
+    check_output(name, layer.impl, vllm_config)
+
+
+def check_output(name: str, impl: Any, vllm_config: Any) -> None:
+    """Check that a layer's attention leaves its output in the model's dtype.
+
+    Raises:
+        Unsupported: it quantizes it.
+
+    """
+    if not getattr(vllm_config.compilation_config.pass_config, "fuse_attn_quant", False):
+        return
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    kinds = (quant_utils.kFp8StaticTensorSym, quant_utils.kNvfp4Dynamic)
+    if any(impl.fused_output_quant_supported(kind) for kind in kinds):
         raise Unsupported(
             "attention_feature",
-            "attention quantizes its output (fuse_attn_quant); the verify kernel does not",
+            f"layer {name} quantizes its output (fuse_attn_quant); the verify kernel does not",
         )
 
 

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any
 
 from nwor.config import NworConfig
-from nwor.engine.trees.requirements import check_engine as check_trees
+from nwor.engine.trees.requirements import settle as settle_trees
 
 #: What an engine that asked for NWOR is scheduled by, where its configuration names nothing else.
 SCHEDULER = "nwor.engine.scheduler.create_scheduler"
@@ -33,11 +33,7 @@ def choose_worker(vllm_config: Any) -> None:
     if config is None:
         return
     if config.tree is not None:
-        check_trees(vllm_config, config)
-        # Not at the top: it looks at vLLM's own modules.
-        from nwor.engine.trees import known_sources
-
-        known_sources.check()
+        settle_trees(vllm_config, config)
     parallel_config = vllm_config.parallel_config
     if parallel_config.worker_cls in WORKERS:
         parallel_config.worker_cls = WORKERS[parallel_config.worker_cls]

@@ -87,7 +87,9 @@ class NworScheduling(BoundedDrafts, RequestFailures):
         self._nwor_lengths: DraftLengths | None = None
         if config is not None and config.draft_tokens is not None:
             self._nwor_check_bounds(config.draft_tokens)
-            self.dynamic_sd_lookup = self._nwor_lengths = DraftLengths(config.draft_tokens)
+            self.dynamic_sd_lookup = self._nwor_lengths = DraftLengths(
+                config.draft_tokens, config.tree_required
+            )
 
     def _nwor_check_bounds(self, bounds: DraftBounds) -> None:
         """Check that vLLM's own settings leave room for the bounds.

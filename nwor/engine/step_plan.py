@@ -12,6 +12,7 @@ import torch
 
 from nwor.counts.histogram import INT32
 from nwor.counts.records import Treatment
+from nwor.engine.trimmed_drafts import TrimmedDrafts
 from nwor.modes import Mode
 from nwor.windows.window import WindowBatch
 
@@ -84,6 +85,8 @@ class StepPlan:
         request_ids: the step's requests in batch order.
         early: whether rows that are no drafts are written as the layers run; see :func:`takes_over_blocks`.
         step: number of the step among all of this rank's, verify steps or not.
+        trimmed: the draft tokens of each request, where the device has trimmed them; None where they are as
+            scheduled.
 
     Attributes:
         known: likewise.
@@ -91,19 +94,26 @@ class StepPlan:
         request_ids: likewise.
         early: likewise.
         step: likewise.
+        trimmed: likewise.
 
     """
 
-    __slots__ = ("early", "known", "request_ids", "step", "treatment")
+    __slots__ = ("early", "known", "request_ids", "step", "treatment", "trimmed")
 
     def __init__(
-        self, known: KnownStep, request_ids: Sequence[str], early: bool = False, step: int = 0
+        self,
+        known: KnownStep,
+        request_ids: Sequence[str],
+        early: bool = False,
+        step: int = 0,
+        trimmed: TrimmedDrafts | None = None,
     ) -> None:
         self.known = known
         self.treatment = known.treatment
         self.request_ids = request_ids
         self.early = early
         self.step = step
+        self.trimmed = trimmed
 
     @property
     def mode(self) -> Mode:
@@ -112,12 +122,12 @@ class StepPlan:
 
     @property
     def draft_counts(self) -> Sequence[int]:
-        """Draft tokens of each request."""
+        """Draft tokens of each request; where the device trims them, as they were scheduled."""
         return self.treatment.draft_counts
 
     @property
     def query_lens(self) -> Sequence[int]:
-        """Rows of each request of the window batch, as it was planned."""
+        """Rows of each request of the window batch, as it was planned; those of drafts likewise."""
         return self.known.query_lens
 
     @property
@@ -149,6 +159,16 @@ class StepPlan:
         self.treatment = self.treatment._replace(
             num_requests=0, num_tokens=0, outside=reason, held_bytes=0, copied_bytes=0
         )
+
+    def outcome(self) -> tuple[Treatment, int]:
+        """Return the treatment with the draft tokens that were verified, and the windows among the requests.
+
+        Where the device trims drafts, not before the step's output has come.
+        """
+        if self.trimmed is None:
+            return self.treatment, self.known.windows
+        drafts = self.trimmed.counts()
+        return self.treatment._replace(drafts=int32_bytes(drafts)), int(np.count_nonzero(drafts))
 
 
 _ARRAY = np.ndarray
@@ -198,7 +218,10 @@ def leading(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 def early_batch(plan: StepPlan, batch: WindowBatch, device: torch.device) -> WindowBatch:
     """Return the batch of a step whose rows that are no drafts are written as the layers run."""
-    drafts = draft_rows(plan, device)
+    if plan.trimmed is None:
+        drafts = draft_rows(plan, device)
+    else:
+        drafts = plan.trimmed.rows(batch.query_start_loc, batch.num_tokens)
     return replace(batch, slots=only(drafts, batch.slots), early=only(~drafts, batch.slots))
 
 

@@ -24,7 +24,7 @@ FEW_TIMES = 2
 
 
 #: What a step's shape is known by: whether a graph copies its windows aside, then rows and drafts of each
-#: request as int32, in bytes; of a full step how many requests it has.
+#: request as int32, in bytes; of a full step how many requests it has; of a trimmed one its rows, too.
 _Key = tuple[object, ...]
 
 
@@ -60,6 +60,7 @@ class StepPlanner:
         refusal: str | None,
         full: int = 0,
         graph_copies: bool | None = None,
+        trimmed_tokens: int | None = None,
     ) -> KnownStep:
         """Return what holds for all steps of this shape.
 
@@ -70,6 +71,8 @@ class StepPlanner:
             full: how many requests there are, where each has all its drafts and no rows beside its window; 0
                 for any other step. The shape then follows, and the numbers are not looked at again.
             graph_copies: whether the step's mixed graph copies windows aside; None where it runs in none.
+            trimmed_tokens: the step's rows, where the device leaves out some of the draft tokens above, and
+                their rows; None where it leaves out none.
 
         """
         key: _Key = (
@@ -77,6 +80,8 @@ class StepPlanner:
             if full
             else (graph_copies, int32_bytes(query_lens), int32_bytes(draft_counts))
         )
+        if trimmed_tokens is not None:
+            key = (*key, trimmed_tokens)
         if self._mode is not self._state.mode or self._refusal != refusal:
             self._known.clear()
             self._mode, self._refusal = self._state.mode, refusal
@@ -88,7 +93,7 @@ class StepPlanner:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             known = self._known[key] = self._work_out(
-                int32_bytes(query_lens), int32_bytes(draft_counts), graph_copies
+                int32_bytes(query_lens), int32_bytes(draft_counts), graph_copies, trimmed_tokens
             )
         self._latest_key, self._latest = key, known
         return known
@@ -106,9 +111,12 @@ class StepPlanner:
         reason = "" if mode is Mode.OFF else "fault"  # in `off` the windows are direct anyway
         return KnownStep(Treatment(mode.value, int32_bytes(draft_counts), 0, 0, outside=reason), [])
 
-    def _work_out(self, query_bytes: bytes, drafts: bytes, graph_copies: bool | None) -> KnownStep:
+    def _work_out(
+        self, query_bytes: bytes, drafts: bytes, graph_copies: bool | None, trimmed_tokens: int | None
+    ) -> KnownStep:
         state = self._state
         query_lens: list[int] = np.frombuffer(query_bytes, INT32).tolist()
+        rows = sum(query_lens) if trimmed_tokens is None else trimmed_tokens
         draft_counts = np.frombuffer(drafts, INT32)
         requests = tokens = 0
         reason = inside = ""
@@ -122,11 +130,15 @@ class StepPlanner:
                 if draft_counts[requests:].any():
                     reason = "batch_order"
                     state.log_once(reason, REASONS[reason].text)
+                if trimmed_tokens is not None:
+                    # Requests behind the windows have no drafts that could be left out. Where one has, nobody
+                    # knows where the windows end.
+                    requests, tokens = (0, 0) if reason else (requests, rows - sum(query_lens[requests:]))
         held = copied = 0
         if requests and mode is Mode.STAGE:
             held = tokens * state.engine_source_bytes
             # The memory of steps that a graph may serve is the graph's, and let go of by nobody.
-            large = sum(query_lens) > max(FEW_TIMES * tokens, FEW_ROWS, self.largest_graph)
+            large = rows > max(FEW_TIMES * tokens, FEW_ROWS, self.largest_graph)
             if (large or self.copy_always) if graph_copies is None else graph_copies:
                 copied = state.engine_source_bytes
         elif requests:

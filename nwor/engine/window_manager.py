@@ -30,6 +30,7 @@ from nwor.engine.pipeline_parallel.stages import PipelineStages
 from nwor.engine.stats.commit_timer import CommitTimer
 from nwor.engine.step_plan import StepPlan, early_batch, int32_bytes
 from nwor.engine.step_planner import StepPlanner
+from nwor.engine.trimmed_drafts import TrimmedDrafts
 from nwor.modes import Mode
 from nwor.self_check import SelfCheck
 from nwor.windows.window import Window
@@ -200,6 +201,7 @@ class WindowManager:
         early: bool = False,
         full: bool = False,
         graph_copies: bool | None = None,
+        trimmed: tuple[torch.Tensor, int] | None = None,
     ) -> StepPlan | None:
         """Decide, from the scheduler's own record of draft tokens, what this step does.
 
@@ -210,6 +212,8 @@ class WindowManager:
             early: whether a request of the step may read what others of it write.
             full: whether each request has as many drafts as there can be, and no rows beside its window.
             graph_copies: whether the step's mixed graph copies windows aside; None where it runs in none.
+            trimmed: where the device leaves out some of the draft tokens, each request's first row of logits,
+                int32 [requests + 1] on the device, and the step's rows; None where it leaves out none.
 
         Returns:
             The plan, or None where the step verifies nothing.
@@ -218,16 +222,24 @@ class WindowManager:
         refusal = None
         if self.window is None:
             refusal = self.state.unsupported[0] if self.state.unsupported else "fault"
+        drafts: TrimmedDrafts | None = None
         try:
+            if trimmed is not None:
+                drafts = TrimmedDrafts(*trimmed)
             known = self._planner.known(
-                query_lens, draft_counts, refusal, len(request_ids) if full else 0, graph_copies
+                query_lens,
+                draft_counts,
+                refusal,
+                len(request_ids) if full else 0,
+                graph_copies,
+                None if drafts is None else drafts.num_tokens,
             )
         except Exception as error:
             known = self._planner.failed(draft_counts, error)
         if not known.windows:
             return None
         self.state.steps += 1
-        return StepPlan(known, list(request_ids), early, self._cut_short.step)
+        return StepPlan(known, list(request_ids), early, self._cut_short.step, drafts)
 
     def next_step(self, in_flight: int, freed: AbstractSet[str]) -> None:
         """Take in what the scheduler says of a step, before anything of the step is launched.
@@ -431,11 +443,12 @@ class WindowManager:
                 more; 0 or 1 where no draft was accepted.
 
         """
-        state, treatment, timer = self.state, plan.treatment, self.timer
+        state, timer = self.state, self.timer
+        treatment, own_windows = plan.outcome()
         counts = int32_bytes(sampled)
         if len(counts) != len(treatment.drafts):
             raise ValueError("sampled: wanted one number for each request of the plan")
-        state.count(treatment, counts, plan.known.windows)
+        state.count(treatment, counts, own_windows)
         commits, seconds = timer.drain() if timer.waiting else (0, 0.0)
         record = StepRecord(plan.request_ids, treatment, counts, state.facts, state.windows, commits, seconds)
         if state.other_token_bytes or treatment.copied_bytes:

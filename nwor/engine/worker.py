@@ -40,13 +40,15 @@ class NworWorkerMixin:
         took = super().compile_or_warm_up_model()  # type: ignore[misc]
         state = self._nwor.state
         state.serving = True
+        state.mixed_graph_steps = 0  # vLLM may have measured what steps cost in these graphs
         bounds = state.config.draft_tokens
         if bounds is not None:
             state.draft_costs_why_not = self.model_runner.nwor_why_no_costs()
             if state.draft_costs_why_not is None:
                 self._nwor_measure(bounds)
             if state.draft_costs_why_not is not None:
-                stay = f"stay at {bounds.fixed}" if bounds.tree is None else "go by the number of requests"
+                by_requests = bounds.tree is not None and state.config.tree_required
+                stay = "go by the number of requests" if by_requests else f"stay at {bounds.fixed}"
                 logger.warning("draft tokens %s: %s", stay, state.draft_costs_why_not)
         return took
 

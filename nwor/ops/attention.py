@@ -278,8 +278,7 @@ def _check(
         checks.dtype(name, cache, cache_dtypes)
         checks.device(name, cache, device)
         if on_cuda:
-            checks.last_contiguous(name, cache)
-            _check_alignment(name, cache)
+            check_cuda_cache(name, cache)
 
     checks.vector("query_start_loc", query_start_loc, torch.int32, device, at_least=1)
     batch = query_start_loc.shape[0] - 1
@@ -326,7 +325,18 @@ def _check(
     checks.vector("workspace", workspace, torch.uint8, device, at_least=least)
 
 
-def _check_alignment(name: str, cache: torch.Tensor) -> None:
+def check_cuda_cache(name: str, cache: torch.Tensor) -> None:
+    """Check that the CUDA kernels can read a cache where it lies.
+
+    Args:
+        name: of the argument, for the message.
+        cache: [num_blocks, block_size, num_kv_heads, head_size], a view of keys or of values.
+
+    Raises:
+        ValueError: if its strides or its address are not what they take.
+
+    """
+    checks.last_contiguous(name, cache)
     size = cache.element_size()
     for dim, what in ((0, "block"), (1, "token"), (2, "head")):
         if cache.shape[dim] > 1 and cache.stride(dim) * size % 16:

@@ -199,6 +199,14 @@ OWN_DRAFTERS = (
         )
     ),
     again("Llama by EAGLE-3", "full and piecewise graphs", graphs="both"),
+    *(
+        again(
+            name,
+            "adaptive verification",
+            speculation={**DRAFTERS_OF_CPU[name].speculation, "enable_adaptive_verification": True},
+        )
+        for name in ("Llama by EAGLE-3", "Qwen 3 by DFlash 2", "Qwen 3 by DSpark")
+    ),
 )
 
 GPU_MODELS: Sequence[Case] = (*MODELS_OF_CPU.values(), *OWN_MODELS)

@@ -112,12 +112,16 @@ class CacheProbe(CopyWatch, Breaking):
         if len(self._probe["wrong"]) < 20:
             self._probe["wrong"].append(f"step {self._probe['steps']}, {text}")
 
+    def _draft_counts(self) -> list[int]:
+        """Return the draft tokens of each request; of trimmed ones those that are left."""
+        counts: list[int] = self._plan.outcome()[0].draft_counts
+        return counts
+
     def _sources(self, rejected: torch.Tensor) -> torch.Tensor:
         """Return int64 [rows of all requests]: the row that each row's slot gets, -1 for none."""
-        plan = self._plan
         sources = torch.arange(int(self._starts[-1]))
         slots = self._slots_of_requests()
-        for index, drafts in enumerate(plan.draft_counts):
+        for index, drafts in enumerate(self._draft_counts()):
             end, refused = int(self._starts[index + 1]), int(rejected[index])
             sources[end - refused : end] = -1
             if slots is None or not drafts:
@@ -137,17 +141,18 @@ class CacheProbe(CopyWatch, Breaking):
     def _compare(self, rejected: torch.Tensor) -> None:
         probe, plan = self._probe, self._plan
         probe["steps"] += 1
-        probe["mixed"] += any(drafts == 0 for drafts in plan.draft_counts)
+        draft_counts = self._draft_counts()
+        probe["mixed"] += any(drafts == 0 for drafts in draft_counts)
         sources = self._sources(rejected)
         moved = bool(((sources >= 0) & (sources != torch.arange(len(sources)))).any())
-        for index, drafts in enumerate(plan.draft_counts):
+        for index, drafts in enumerate(draft_counts):
             refused = int(rejected[index])
             probe["rejected"] += refused
             probe["accepted"] += drafts - refused
         fault = self.model_runner.nwor.state.fault
         failed = plan.treatment.outside == "fault" or (fault is not None and fault is not self._fault)
         if failed:
-            windows = sum(drafts > 0 for drafts in plan.draft_counts)
+            windows = sum(drafts > 0 for drafts in draft_counts)
             probe["failed"] += windows
             probe["direct"] += windows if "fault" in (plan.treatment.inside, plan.treatment.outside) else 0
         for name, layer in self._layers.items():

@@ -15,11 +15,14 @@ import torch
 
 import nwor
 from server import demo
+from tests.gpu import flashinfer_modules
 
 #: Bytes that the KV cache may take. With them given vLLM does not measure the GPU's free memory at the start,
 #: and so does not end where another process frees some meanwhile.
 CACHE_BYTES = 2 << 30
-#: The attention backend of engines for which a test names none: "flash" or "triton".
+#: vLLM's names of attention backends, by those that the setting has for them; "flash" is vLLM's own choice.
+STOCK_NAMES = {"triton": "TRITON_ATTN", "flashinfer": "FLASHINFER"}
+#: The attention backend of engines for which a test names none: "flash" or one of these.
 BACKEND = os.environ.get("NWOR_TEST_ATTENTION", "flash")
 
 
@@ -31,6 +34,7 @@ def start(
     schedule: Any = None,
     backend: str = BACKEND,
     asked: bool = True,
+    adaptive: bool = False,
     **settings: Any,
 ) -> Iterator[Any]:
     """Start an engine and stop it after the block.
@@ -41,8 +45,9 @@ def start(
         nwor: NWOR's settings.
         drafts: draft tokens of a step.
         schedule: vLLM's draft tokens by batch size; None where their number is fixed.
-        backend: the attention backend, "flash" for vLLM's own choice, or "triton".
+        backend: the attention backend, "flash" for vLLM's own choice, or one of :data:`STOCK_NAMES`.
         asked: whether windows are to be staged with it.
+        adaptive: whether vLLM trims draft tokens on the device, by what it expects of each.
         settings: the engine's other settings.
 
     """
@@ -58,10 +63,17 @@ def start(
         monitor.set_cudagraph_capturing_enabled(True)
         envs.disable_envs_cache()  # the engine before this one has frozen what it read
         register()  # what vLLM does by itself where the package is installed
-        if backend == "triton":
-            settings["attention_backend"] = "TRITON_ATTN"
+        if backend != "flash":
+            settings["attention_backend"] = STOCK_NAMES[backend]
             if asked:
-                nwor = {**nwor, "attention_backends": ["flash", "triton"]}
+                nwor = {**nwor, "attention_backends": ["flash", backend]}
+        if backend == "flashinfer":
+            if (why_not := flashinfer_modules.why_not()) is not None:
+                pytest.skip(why_not)
+            if name.startswith("fp8"):
+                pytest.skip("FlashInfer has no kernel of prompts for heads of 64 and an fp8 cache on Hopper")
+            flashinfer_modules.use()
+            settings["kernel_config"] = {"enable_flashinfer_autotune": False}
         if name.startswith("fp8"):
             settings["kv_cache_dtype"] = "fp8"
         if name.endswith("eager"):
@@ -79,6 +91,7 @@ def start(
                 "method": demo.draft_method(),
                 "num_speculative_tokens": drafts,
                 **({} if schedule is None else {"num_speculative_tokens_per_batch_size": schedule}),
+                **({"enable_adaptive_verification": True} if adaptive else {}),
             },
             additional_config={"nwor": nwor},
             disable_log_stats=False,

@@ -83,13 +83,15 @@ class SlotProbe(CopyWatch):
         starts = starts.tolist()
         refused = rejected.tolist()
         dropped: list[int] = []
-        for index, drafts in enumerate(plan.draft_counts):
+        # Read after the counts above, which the host has waited for: those of a trimmed step have come, too.
+        draft_counts = plan.outcome()[0].draft_counts
+        for index, drafts in enumerate(draft_counts):
             dropped.extend(range(starts[index + 1] - refused[index], starts[index + 1]))
             seen["rejected"] += refused[index]
             seen["accepted"] += drafts - refused[index]
         keep = torch.ones(rows.shape[0], dtype=torch.bool, device=rows.device)
         keep[dropped] = False
-        keep[starts[len(plan.draft_counts)] :] = False
+        keep[starts[len(draft_counts)] :] = False
         allowed = rows[keep & (rows >= 0)]
         for name, layer in self._layers.items():
             old, new = before[name].view(torch.uint8), layer.kv_cache.view(torch.uint8)

@@ -132,8 +132,8 @@ def test_outputs_and_acceptance(engine: Any) -> None:
         steps, _ = near_ties.by_step(seen, off)
         assert sum(step > 1.0 for step in steps) <= 0.01 * len(steps)
         assert mode == "stage" or agreement >= own
-        # Triton attends with another kernel where each request has one row, as at the end of some.
-        assert fp8 or own == 1.0 or demo_engine.BACKEND == "triton"
+        # Others attend with another kernel where each request has one row, as at the end of some.
+        assert fp8 or own == 1.0 or demo_engine.BACKEND != "flash"
         assert seen["windows"] > 1000
         if mode == "stage":
             assert seen["commit_bytes"] > 0

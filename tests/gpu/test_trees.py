@@ -34,6 +34,8 @@ SETTINGS: dict[str, Any] = {
     "num_gpu_blocks_override": 4096,
     "worker_extension_cls": "tests.gpu.slot_probe.SlotProbe",
 }
+#: Windows may have 16 or 32 of its nodes.
+LARGE = {"nodes": 60, "depth": 8, "width": 8}
 PROMPTS = 64
 NEW_TOKENS = 64
 
@@ -162,13 +164,14 @@ def test_few_requests_have_trees_and_many_chains() -> None:
     assert _accepted(few) > 1.3 * _accepted(many)
 
 
-def test_the_engine_chooses_among_none_chains_and_trees() -> None:
+@pytest.mark.parametrize("tree", [TREE, LARGE], ids=["16", "60"])
+def test_the_engine_chooses_among_none_chains_and_trees(tree: dict[str, Any]) -> None:
     """By drawn numbers, so that each kind of step meets each other; then by what it has measured."""
-    bounds = DraftBounds().with_tree(TreeShape.of(TREE["nodes"], TREE["depth"], TREE["width"]))
+    bounds = DraftBounds().with_tree(TreeShape.of(tree["nodes"], tree["depth"], tree["width"]))
     with demo_engine.start(
         "graphs",
-        {"mode": "stage", "self_check_interval": 5, "tree": TREE, "draft_tokens": "auto"},
-        TREE["nodes"],
+        {"mode": "stage", "self_check_interval": 5, "tree": tree, "draft_tokens": "auto"},
+        tree["nodes"],
         schedule=bounds.schedule,
         **SETTINGS | {"max_num_batched_tokens": 2048},
     ) as llm:

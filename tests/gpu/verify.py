@@ -106,6 +106,9 @@ def checks(racecheck: Path | None = None) -> list[Step]:
     names = ("engine", "mixed_steps", "features", "capture_errors", "rounding")
     again = _pytest("triton-engines", *(f"{tests}/test_{name}.py" for name in names))
     steps.append(replace(again, command=("env", "NWOR_TEST_ATTENTION=triton", *again.command)))
+    # vLLM's images have FlashInfer, its wheel alone has not: there all of it is skipped, and says why.
+    flashinfer = _pytest("flashinfer", f"{tests}/test_flashinfer_attn.py")
+    steps.append(replace(flashinfer, passed=r"\b[1-9]\d* (passed|skipped)"))
     steps += [
         _pytest(f"pipeline-{name}", f"{tests}/test_pipeline_parallel.py", "-k", name, gpus=2)
         for name in PIPELINES

@@ -101,7 +101,7 @@ def test_additional_config_alone_is_taken_as_it_is() -> None:
         (["--nwor-mode", "cow", "--nwor-modes", "off"], {}, "not among the enabled"),
         (["--nwor-self-check-interval", "-1"], {}, "0 or more"),
         (["--nwor-mixed-graph-rows", "-1"], {}, "0 or more"),
-        (["--nwor-attention-backends", "rocm"], {}, "knows flash, triton"),
+        (["--nwor-attention-backends", "flex"], {}, "knows auto, flash, triton"),
         (["--draft-vocabulary", "0"], {}, "no draft vocabulary"),
         (["--draft-vocabulary", "/no/such/table"], {}, "cannot be read"),
         (["--draft-vocabulary", "9"], {"method": "ngram"}, "for EAGLE heads, and drafts are by ngram"),

@@ -1,11 +1,12 @@
 """Claim: windows are staged with the attention backends that are asked for, and what they cannot is refused.
 
 Coverage: vLLM's own classes on a CPU; the registry of backends; layers of vLLM's Triton backend, and what of
-its features neither the verify kernel nor the commit has.
+its features neither the verify kernel nor the commit has; which backends are extended where none is named.
 """
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +19,16 @@ from vllm.v1.attention.backends import triton_attn as stock
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from nwor.config import ATTENTION_BACKENDS, NworConfig
-from nwor.engine.attention import backends
-from nwor.engine.attention.attachment import check_on_cuda
+from nwor.engine.attention import attachment, backends
+from nwor.engine.attention.attachment import check_cache, check_on_cuda
+from nwor.engine.attention.choice import AUTO, check_worthwhile, resolved
 from nwor.engine.attention.flash import NworFlashAttentionBackend
 from nwor.engine.attention.layer_context import parameters_of
+from nwor.engine.attention.staged_attention import layer_cache_views
 from nwor.engine.attention.triton_attn import NworTritonAttentionBackend
 from nwor.engine.eligibility import Unsupported, check_layer, check_triton
+from nwor.modes import Mode
+from nwor.worker_state import WorkerState
 
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 64, 16, 6
 BACKENDS = (NworFlashAttentionBackend, NworTritonAttentionBackend)
@@ -135,20 +140,128 @@ def test_what_a_layer_computes_is_read_as_flashattentions_is() -> None:
     assert parameters_of(attention_layer(NworTritonAttentionBackend), 5).sliding_window == -1
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset", "fits"),
+    [
+        ((4, 16, 2, 64), (4096, 64, 2048, 1), 0, True),  # head by head
+        ((4, 16, 2, 64), (4096, 256, 128, 1), 0, True),  # token by token
+        ((4, 16, 2, 64), (4096, 64, 2048, 1), 64, True),
+        ((4, 16, 2, 64), (4096, 1, 2048, 16), 0, False),  # transposed, as keys packed for AMD's kernels are
+        ((4, 16, 2, 64), (4096, 68, 2048, 1), 0, False),  # with something behind each token
+        ((4, 16, 2, 64), (4096, 64, 2048, 1), 4, False),
+    ],
+)
+def test_a_cache_that_kernels_cannot_read_is_refused_before_a_step(
+    shape: tuple[int, ...], strides: tuple[int, ...], offset: int, fits: bool
+) -> None:
+    cache = torch.zeros(1 << 15, dtype=torch.bfloat16).as_strided(shape, strides, offset)
+    layer: Any = SimpleNamespace(name="layers.0", key_cache=cache, value_cache=cache)
+    if fits:
+        check_cache(layer)
+        return
+    with pytest.raises(Unsupported, match=r"layers\.0") as verdict:
+        check_cache(layer)
+    assert verdict.value.reason == "cache_format"
+
+
+class UntestedBackend(NworTritonAttentionBackend):
+    """With a cache that it sees in a way of its own, transposed."""
+
+    nwor_untested = "on a machine"
+
+    @staticmethod
+    def nwor_cache_views(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        key_cache, value_cache = layer_cache_views(layer)
+        return value_cache, key_cache
+
+
+@pytest.mark.parametrize("backend", [NworTritonAttentionBackend, UntestedBackend])
+def test_a_backend_sees_its_caches_and_the_log_says_what_nobody_has_tried(
+    monkeypatch: pytest.MonkeyPatch, backend: Any
+) -> None:
+    said: list[str] = []
+    log = SimpleNamespace(warning=lambda text, *more: said.append(text % more))
+    monkeypatch.setattr(attachment, "logger", log)
+    config = config_of()
+    config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    config.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+    state = WorkerState(NworConfig(), Mode.STAGE)
+    layer = attention_layer(backend)
+    made = attachment.Attachment(config, torch.device("cpu"), state, 5)
+    window, ((module, context),) = made.layer_contexts(
+        {"layers.0": layer}, {"layers.0": 0}, layer_cache_views, (backend,)
+    )
+    assert module is layer
+    assert window.layer_names == {"layers.0"}
+    key_cache, value_cache = layer_cache_views(layer)
+    untested = backend is UntestedBackend
+    assert context.layer.key_cache.data_ptr() == (value_cache if untested else key_cache).data_ptr()
+    text = "windows are staged with TRITON_ATTN attention, of which no test has run on a machine"
+    assert said == ([text] if untested else [])
+
+
 # The setting.
 
 
-def test_flash_alone_is_the_default() -> None:
-    assert NworConfig().attention_backends == ("flash",)
-    assert set(backends.BACKENDS) == set(ATTENTION_BACKENDS)
-    assert backends.extended_backends(("flash",)) == (NworFlashAttentionBackend,)
+def test_the_default_is_flash_and_flashinfer_where_vllm_prefers_it() -> None:
+    assert NworConfig().attention_backends == ("auto",)
+    assert {*backends.BACKENDS, AUTO} == set(ATTENTION_BACKENDS)
+    for capability in (None, (8, 0), (9, 0), (12, 0)):
+        assert resolved(("auto",), capability) == ("flash",)
+    for capability in ((10, 0), (10, 3)):
+        assert resolved(("auto",), capability) == ("flash", "flashinfer")
+        assert resolved(("triton", "auto", "flash"), capability) == ("triton", "flash", "flashinfer")
+        assert resolved(("flash",), capability) == ("flash",)
+    assert backends.extended_backends(("auto",)) == (NworFlashAttentionBackend,)
     assert backends.extended_backends(("triton", "flash")) == BACKENDS[::-1]
+
+
+def test_a_backend_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.delitem(sys.modules, "vllm.v1.attention.backends.flashinfer", raising=False)
+    assert backends.extended_backends(("flashinfer", "flash")) == (NworFlashAttentionBackend,)
+
+
+FLASHINFER = SimpleNamespace(get_name=lambda: "FLASHINFER")
+
+
+def expected_to_pay(
+    names: tuple[str, ...],
+    major: int,
+    longest: int,
+    heads: int = 32,
+    cache: str = "auto",
+    backend: Any = None,
+) -> bool:
+    impl = SimpleNamespace(num_heads=heads, num_kv_heads=8, kv_cache_dtype=cache)
+    layer = SimpleNamespace(impl=impl)
+    try:
+        check_worthwhile("layers.0", layer, backend or FLASHINFER, names, (major, 0), longest)
+    except Unsupported:
+        return False
+    return True
+
+
+def test_flashinfer_that_nobody_named_is_staged_where_that_is_expected_to_pay() -> None:
+    auto = ("auto",)
+    assert expected_to_pay(auto, 10, 4)  # four heads for each KV head: 16 rows
+    assert not expected_to_pay(auto, 10, 5)
+    assert not expected_to_pay(auto, 10, 3, heads=64)
+    assert expected_to_pay(auto, 10, 2, heads=64)
+    assert not expected_to_pay(auto, 10, 2, cache="fp8")
+    assert expected_to_pay(("auto", "flashinfer"), 10, 64, cache="fp8")
+    assert expected_to_pay(auto, 10, 64, backend=NworFlashAttentionBackend)
+    assert expected_to_pay(auto, 9, 64)
+    layer = SimpleNamespace(impl=SimpleNamespace(num_heads=8, num_kv_heads=1, kv_cache_dtype="auto"))
+    with pytest.raises(Unsupported, match=r"40 query rows.*name flashinfer in attention_backends") as verdict:
+        check_worthwhile("layers.0", layer, FLASHINFER, auto, (10, 0), 5)
+    assert verdict.value.reason == "attention_backend"
 
 
 @pytest.fixture
 def registry() -> Any:
     """Leave the registry as it was."""
-    members = (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN)
+    members = tuple(member for each in backends.BACKENDS.values() for member in each)
     before = {member: member.get_path() for member in members if member.is_overridden()}
     for member in members:
         member.clear_override()
@@ -160,12 +273,19 @@ def registry() -> Any:
 
 
 def test_an_engine_has_the_backends_that_it_asks_for(registry: Any) -> None:
-    flash, triton = registry
+    flash, triton, flashinfer, *rocm = registry
+    backends.register(("auto",))
+    assert flash.get_class() is NworFlashAttentionBackend
+    assert not any(other.is_overridden() for other in registry[1:])
     backends.register(("flash",))
     assert flash.get_class() is NworFlashAttentionBackend
     assert triton.get_class() is stock.TritonAttentionBackend
     backends.register(("flash", "triton"))
     assert (flash.get_class(), triton.get_class()) == BACKENDS
+    backends.register(("flashinfer", "rocm"))
+    assert not flash.is_overridden()
+    assert flashinfer.get_path() == "nwor.engine.attention.flashinfer.NworFlashInferBackend"
+    assert all(member.is_overridden() for member in rocm)
     # The next engine of the process has not asked for it.
     backends.register(("flash",))
     assert flash.get_class() is NworFlashAttentionBackend

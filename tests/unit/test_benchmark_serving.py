@@ -395,11 +395,11 @@ def test_measured_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert models.tree_rates("x", arm) == [0.9, 0.8, 0.7, 0.6, 0.5]
     assert models.tree_rates("x", plan.parse_arm("stage", 4)) is None
     for unknown in ("heads", "0.9"):
-        with pytest.raises(ValueError, match="says nothing of auto-tree@16x5"):
+        with pytest.raises(ValueError, match="says nothing of 16x5"):
             models.tree_rates(unknown, arm)
     line = servers.command(arm.server, Path("m"), None, [], ["stage"], arm, models.tree_rates("x", arm))
     settings = NworConfig.from_mapping(json.loads(line[line.index("--additional-config") + 1])["nwor"])
-    assert settings.tree_acceptance_rates == (0.9, 0.8, 0.7, 0.6, 0.5)
+    assert settings.tree_acceptance_rates == ((0.9, 0.8, 0.7, 0.6, 0.5),)
 
 
 def test_the_command_line_is_checked(tmp_path: Path) -> None:

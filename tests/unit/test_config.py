@@ -34,7 +34,16 @@ def test_round_trip_through_plain_json(mode):
             "tree_acceptance_rates": [0.9, 1e-1],
         }
     )
-    assert config.tree_acceptance_rates == (0.9, 0.1)
+    assert config.tree_acceptance_rates == ((0.9, 0.1),)
+    assert NworConfig.from_mapping(config.to_mapping()) == config
+
+
+def test_rates_of_each_size_of_trees() -> None:
+    rates = [[0.9, 0.1], [0.9, 0.2]]
+    config = NworConfig.from_mapping(
+        {"tree": {"nodes": 20, "depth": 2, "width": 8}, "tree_acceptance_rates": rates}
+    )
+    assert config.tree_acceptance_rates == ((0.9, 0.1), (0.9, 0.2))
     assert NworConfig.from_mapping(config.to_mapping()) == config
 
 
@@ -56,9 +65,14 @@ def test_round_trip_through_plain_json(mode):
         ({"tree_acceptance_rates": [0.1, 0.5], "tree": {"nodes": 4, "depth": 2}}, "each level"),
         ({"tree_acceptance_rates": [1.5], "tree": {"nodes": 4, "depth": 1}}, "0 to 1"),
         ({"tree_acceptance_rates": "half"}, "list of falling numbers"),
-        ({"attention_backends": "triton"}, "list of flash, triton"),
-        ({"attention_backends": []}, "at least one of flash, triton"),
-        ({"attention_backends": ["flash", "flashinfer"]}, "knows flash, triton, not 'flashinfer'"),
+        (
+            {"tree_acceptance_rates": [[0.5, 0.1], [0.5, 0.1]], "tree": {"nodes": 4, "depth": 2}},
+            r"\(4,\) nodes",
+        ),
+        ({"tree_acceptance_rates": [[0.5], 0.1], "tree": {"nodes": 4, "depth": 1}}, "falling numbers"),
+        ({"attention_backends": "triton"}, "list of auto, flash, triton, flashinfer, rocm"),
+        ({"attention_backends": []}, "at least one of auto, flash"),
+        ({"attention_backends": ["flash", "flex"]}, "flashinfer, rocm, not 'flex'"),
     ],
 )
 def test_wrong_settings_name_what_is_wanted(settings, word):

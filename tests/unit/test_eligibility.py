@@ -85,14 +85,6 @@ def test_a_multimodal_model_is_staged_where_text_alone_is_served(images):
         ({"prefill_context_parallel_size": 2}, "context_parallel"),
         ({"use_ubatching": True}, "micro_batching"),
         ({"is_mm_prefix_lm": True}, "attention_feature"),
-        (
-            {
-                "speculative_config": SimpleNamespace(
-                    num_speculative_tokens=4, enable_adaptive_verification=True
-                )
-            },
-            "adaptive_verification",
-        ),
     ],
 )
 def test_each_engine_reason(change, reason):

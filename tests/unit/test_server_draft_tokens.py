@@ -62,7 +62,7 @@ def test_a_number_fixes_it() -> None:
     [("auto", DraftBounds()), ("auto:1-6", DraftBounds(1, 6)), ("auto:0-2", DraftBounds(0, 2))],
 )
 def test_auto_gives_vllm_a_schedule_and_the_engine_its_bounds(word: str, bounds: DraftBounds) -> None:
-    args = settle("--num-speculative-tokens", word)
+    args = settle("--num-speculative-tokens", word, tensor_parallel_size=2)
     assert args.speculative_config["num_speculative_tokens"] == bounds.most
     schedule = args.speculative_config["num_speculative_tokens_per_batch_size"]
     assert schedule == [list(entry) for entry in bounds.schedule]
@@ -138,7 +138,7 @@ def test_auto_beside_nwors_settings_in_additional_config_is_refused() -> None:
 
 
 def test_the_fixed_number_stands_in_for_a_default_of_auto(capsys: pytest.CaptureFixture[str]) -> None:
-    assert chosen(settle()) == DraftBounds()
+    assert chosen(settle("--draft-sampling", "sampled")) == DraftBounds()
     assert "; up to 8 tokens a step" in capsys.readouterr().err
     for flags, vllm, _ in NOWHERE:
         args = settle(*flags, **vllm)
@@ -148,6 +148,43 @@ def test_the_fixed_number_stands_in_for_a_default_of_auto(capsys: pytest.Capture
         why, told = capsys.readouterr().err.splitlines()
         assert "4 draft tokens in each step, not auto" in why
         assert told.endswith("; 4 tokens a step")
+
+
+@pytest.mark.parametrize("flags", [(), ("--num-speculative-tokens", "auto")])
+def test_trees_are_among_what_the_engine_chooses_by_default(
+    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = settle(*flags)
+    config = NworConfig.from_additional_config(args.additional_config)
+    assert config is not None
+    assert (config.tree, config.tree_required) == (TreeShape.of(60, 8), False)
+    assert config.draft_tokens is not None
+    assert config.draft_tokens.candidates == (0, 1, 2, 3, 4, 6, 8, 16, 32, 60)
+    assert args.speculative_config["num_speculative_tokens"] == 60
+    assert args.speculative_config["num_speculative_tokens_per_batch_size"] == [[1, 1, 0], [2, 2, 4]]
+    assert "; up to 8 tokens, or a tree of up to 60 a step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "vllm"),
+    [
+        (("--num-speculative-tokens", "auto:0-8"), {}),
+        (("--num-speculative-tokens", "5"), {}),
+        (("--draft-sampling", "sampled"), {}),
+        ((), {"enable_lora": True}),
+        (("--num-speculative-tokens", "auto"), {"tensor_parallel_size": 2}),
+        *[(flags, vllm) for flags, vllm, _ in NOWHERE],
+    ],
+)
+def test_where_all_windows_are_chains_by_default(flags: tuple[str, ...], vllm: dict[str, Any]) -> None:
+    config = NworConfig.from_additional_config(settle(*flags, **vllm).additional_config)
+    assert config is None or config.tree is None
+
+
+def test_trees_that_are_asked_for_are_required() -> None:
+    config = NworConfig.from_additional_config(settle("--tree-nodes", "16").additional_config)
+    assert config is not None
+    assert config.tree_required
 
 
 @pytest.mark.parametrize(("device", "vllm"), [("cpu", {}), ("cuda", {"tensor_parallel_size": 2})])

@@ -29,9 +29,15 @@ MIB = 1 << 20
 OWN = 1000 * MIB
 
 
-def _desc(tokens: int, requests: int | None, each: int | None, ubatches: int = 1) -> Any:
+def _desc(
+    tokens: int, requests: int | None, each: int | None, ubatches: int = 1, longest: int | None = None
+) -> Any:
     return SimpleNamespace(
-        num_tokens=tokens, num_reqs=requests, uniform_token_count=each, num_ubatches=ubatches
+        num_tokens=tokens,
+        num_reqs=requests,
+        uniform_token_count=each,
+        max_query_len=longest,
+        num_ubatches=ubatches,
     )
 
 
@@ -79,6 +85,10 @@ def test_graphs_take_what_vllms_do_and_one_set_of_keys_and_values() -> None:
 
 def test_added_to_vllms_estimate(runner: Any) -> None:
     assert runner.profile_cudagraph_memory() == OWN + 3 * 3 * MIB + 40 * ROW_BYTES
+    # Two of windows of up to five rows, with as many rows as there may be requests.
+    varying = [_desc(48, 8, None, longest=5), _desc(8, 8, None, longest=5), _desc(48, 8, None, longest=6)]
+    runner.cudagraph_manager._capture_descs = {CUDAGraphMode.FULL: varying}
+    assert runner.profile_cudagraph_memory() == OWN + 2 * 3 * MIB + 48 * ROW_BYTES
 
 
 @pytest.mark.parametrize("sizes", [[2048, 1024, 512, 448], [512], [64, 16]])

@@ -155,9 +155,10 @@ def test_parts_of_trees_are_no_chains(drafts: tuple[int, ...], trees: int, chain
     for _ in range(64):
         lengths.observe(_record(list(drafts), [2] * len(drafts), facts))
     policy = lengths.policy
-    assert (policy.tree_acceptance._tried[0] > 0) == (trees > 0)
+    seen = policy.tree_acceptance[16]
+    assert (seen._tried[0] > 0) == (trees > 0)
     assert policy.acceptance._tried[0] == pytest.approx(64 * chains, rel=0.1)
-    assert policy.tree_acceptance._tried[0] == pytest.approx(64 * trees, rel=0.1)
+    assert seen._tried[0] == pytest.approx(64 * trees, rel=0.1)
 
 
 def test_bounds_below_its_nodes_leave_trees_out() -> None:
@@ -176,7 +177,7 @@ def test_bounds_below_its_nodes_leave_trees_out() -> None:
     assert lengths.policy.chosen == 16
     explained = lengths.explain()
     assert explained["why"].startswith("trees of 16 draft tokens give")
-    assert len(explained["tree_acceptance"]) == SHAPE.depth
+    assert {nodes: len(seen) for nodes, seen in explained["tree_acceptance"].items()} == {"16": SHAPE.depth}
     with pytest.raises(ConfigError, match="no CUDA graphs"):
         settle(BOUNDS, "8")
 
@@ -188,7 +189,7 @@ def test_windows_that_were_not_attended_as_trees_say_nothing_of_them() -> None:
         record = record._replace(treatment=record.treatment._replace(inside=inside))
         for _ in range(64):
             lengths.observe(record)
-    assert lengths.policy.tree_acceptance._tried.sum() == 0
+    assert lengths.policy.tree_acceptance[16]._tried.sum() == 0
 
 
 def test_what_no_step_has_room_for_is_not_chosen() -> None:
@@ -218,8 +219,45 @@ def test_where_costs_are_not_known_few_requests_have_trees() -> None:
     assert lengths[1] == 4
     lengths.follow(WorkerFacts("stage", 3, 1, None, "auto:0-3"))
     assert lengths[1] == 3
+    lengths = DraftLengths(BOUNDS, trees_required=False)
+    lengths.follow(WorkerFacts("stage", 1, 1))
+    assert [lengths[requests] for requests in (1, 12, 500)] == [4, 4, 4]
+    lengths = DraftLengths(DraftBounds().with_tree(TreeShape.of(60, 8)))
+    lengths.follow(WorkerFacts("stage", 1, 1))
+    by_requests = [60, 60, 32, 32, 16, 16, 4, 4, 2, 2]
+    assert [lengths[requests] for requests in (1, 3, 4, 5, 6, 11, 12, 48, 49, 500)] == by_requests
 
 
 def test_bounds_that_somebody_named_are_not_widened() -> None:
     with pytest.raises(ConfigError, match="auto:0-8 end at 8, and the tree has 16 nodes"):
         NworConfig.from_mapping({"draft_tokens": "auto:0-8", "tree": {"nodes": 16}})
+
+
+def test_large_trees_are_counted_by_their_size() -> None:
+    bounds = DraftBounds().with_tree(TreeShape.of(60, 8))
+    assert bounds.candidates == (0, 1, 2, 3, 4, 6, 8, 16, 32, 60)
+    lengths, facts = DraftLengths(bounds), WorkerFacts("stage", 1, 1)
+    for drafts in (8, 9, 16, 17, 32, 45, 60):
+        for _ in range(64):
+            lengths.observe(_record([drafts], [4], facts))
+    tried = {nodes: seen._tried[0] for nodes, seen in lengths.policy.tree_acceptance.items()}
+    assert tried == {
+        16: pytest.approx(128, rel=0.1),
+        32: pytest.approx(128, rel=0.1),
+        60: pytest.approx(128, rel=0.1),
+    }
+    assert lengths.policy.acceptance._tried[0] == pytest.approx(64, rel=0.1)
+
+
+def test_what_is_known_of_small_trees_is_assumed_of_large_ones() -> None:
+    policy = DraftLengthPolicy(DraftBounds().with_tree(TreeShape.of(60, 8)))
+    for _ in range(50):
+        policy.observe(16, np.full(20, 5, np.int32))
+    small, middle, large = (policy._tree_accepted()[nodes] for nodes in (16, 32, 60))
+    assert small == middle == large
+    assert small[4] > 0.99 > 0.01 > small[5]
+    for _ in range(50):
+        policy.observe(32, np.full(20, 7, np.int32))
+    assert policy._tree_accepted()[32][6] > 0.9
+    assert policy._tree_accepted()[60] == policy._tree_accepted()[32]
+    assert policy._tree_accepted()[16] == pytest.approx(small, abs=0.01)

@@ -322,7 +322,7 @@ def test_where_chance_decides_trees_and_chains_have_rates_of_their_own() -> None
             batch.cu_num_logits,
             batch.idx_mapping,
             NONE,
-            (seeds, positions, chains, grown),
+            (seeds, positions, chains, grown[:3].expand(7, -1).contiguous()),
         )
         assert (counts - 1).tolist() == accepted
 

@@ -19,7 +19,7 @@ from nwor.config import NworConfig
 from nwor.engine import ledger, patches, plugin
 from nwor.engine.fastpath import stock
 from nwor.engine.plugin import TESTED, vllm_version
-from nwor.engine.trees import decoding, growth, known_sources
+from nwor.engine.trees import decoding, growth, known_sources, requirements
 from nwor.engine.trees.decoding import TreeDecoding
 from nwor.engine.trees.requirements import CHAIN_REASONS, needs_chain
 from nwor.errors import ConfigError
@@ -123,7 +123,7 @@ def test_other_code_of_vllms_ends_the_start(place: tuple[str, str], monkeypatch:
     found = stock.found_digest
     monkeypatch.setattr(stock, "found_digest", lambda *asked: "another" if asked == place else found(*asked))
     config = SimpleNamespace(additional_config={"nwor": {"tree": {"nodes": 8}}})
-    monkeypatch.setattr(patches, "check_trees", lambda *args: None)
+    monkeypatch.setattr(requirements, "check_engine", lambda *args: None)
     with pytest.raises(ConfigError, match=f"stand for, {place[1]} is not the known one"):
         patches.choose_worker(config)
 

@@ -6,6 +6,7 @@ engine; each parameter of a request.
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nwor.config import NworConfig
+from nwor.config import DraftBounds, NworConfig
 from nwor.engine.patches import choose_worker
+from nwor.engine.trees import known_sources
 from nwor.engine.trees.requirements import CHAIN_REASONS, check_engine, needs_chain, why_not
 from nwor.errors import ConfigError
 
@@ -33,6 +35,7 @@ def _engine(tree: dict[str, Any] | None = None, **nwor: Any) -> Any:
             draft_sample_method="greedy",
             rejection_sample_method="standard",
             enable_adaptive_verification=False,
+            draft_model_config=SimpleNamespace(use_mla=False),
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
@@ -41,6 +44,7 @@ def _engine(tree: dict[str, Any] | None = None, **nwor: Any) -> Any:
             worker_cls="vllm.v1.worker.gpu_worker.Worker",
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=2048, scheduler_cls=None),
+        attention_config=SimpleNamespace(backend=None),
         model_config=SimpleNamespace(uses_mrope=False, uses_xdrope_dim=0, return_sampling_mask=False),
         watermark_config=None,
         additional_config={"nwor": {"tree": tree or TREE, **nwor}},
@@ -97,11 +101,6 @@ def test_fields_that_a_version_of_vllm_lacks_refuse_nothing() -> None:
         ("speculative_config.draft_sample_method", "probabilistic", "drafts are sampled"),
         ("speculative_config.rejection_sample_method", "block", "rejection_sample_method is 'block'"),
         ("speculative_config.enable_adaptive_verification", True, "adaptive verification"),
-        (
-            "speculative_config.num_speculative_tokens_per_batch_size",
-            [(1, 4, 16), (5, 64, 7)],
-            r"chains of 7 draft tokens .* longer than the tree is deep \(6\)",
-        ),
         ("parallel_config.pipeline_parallel_size", 2, "pipeline stages"),
         ("parallel_config.data_parallel_size", 2, "data parallelism"),
         ("scheduler_config.max_num_seqs", 513, r"2052 rows \(513 requests\)"),
@@ -178,3 +177,61 @@ def test_structured_outputs_need_chains_and_pooling_none() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[a-z]"))
     assert needs_chain(params, False) == "structured_outputs"
     assert needs_chain(None, True) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("use_v2_model_runner", False, "model runner V2"),
+        ("model_config.uses_mrope", True, "M-RoPE"),
+        ("scheduler_config.max_num_seqs", 513, r"2052 rows \(513 requests\)"),
+        ("attention_config.backend", SimpleNamespace(name="TRITON_ATTN"), "attention backend TRITON_ATTN"),
+        ("attention_config.backend", "FLASHINFER", "attention backend FLASHINFER"),
+        ("speculative_config.draft_model_config.use_mla", True, "MLA"),
+        ("capability", (10, 0), "compute capability 10.0"),
+        ("capability", (7, 5), "compute capability 7.5"),
+    ],
+)
+@pytest.mark.parametrize("bounds", ["auto:0-16", None])
+def test_where_trees_are_not_required_chains_are_drafted(
+    bounds: str | None,
+    path: str,
+    value: Any,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    monkeypatch.setattr(known_sources, "check", lambda: None)
+    capability = [(9, 0)]
+    monkeypatch.setattr(
+        type(current_platform),
+        "get_device_capability",
+        classmethod(lambda *_: DeviceCapability(*capability[0])),
+    )
+    engine = _engine(tree_required=False, draft_tokens=bounds)
+    choose_worker(engine)
+    assert engine.speculative_config.num_speculative_tokens == 16
+    assert _config(engine).tree is not None
+    assert not caplog.records
+
+    engine = _engine(tree_required=False, draft_tokens=bounds)
+    if path == "capability":
+        capability[0] = value
+    else:
+        _set(engine, path, value)
+    choose_worker(engine)
+    config, speculative = _config(engine), engine.speculative_config
+    assert config.tree is None
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and re.search(f"^Draft tokens are chains: trees .*{reason}", told[0])  # noqa: PT018
+    if bounds is None:
+        assert speculative.num_speculative_tokens == 6
+    else:
+        assert config.draft_tokens == DraftBounds()
+        assert speculative.num_speculative_tokens == 8
+        assert speculative.num_speculative_tokens_per_batch_size == DraftBounds().schedule
+    choose_worker(engine)  # once more, for a copy of the configuration
+    assert len(caplog.records) == 1

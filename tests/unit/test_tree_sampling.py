@@ -176,3 +176,18 @@ def test_log_probabilities_are_of_the_rows_that_were_walked(step: Step) -> None:
         # What stands behind an answer's end names rows of the same request.
         rows = drawn[first : first + NODES + 1]
         assert ((rows >= first) & (rows <= first + NODES)).all()
+
+
+def test_rates_of_chance_go_by_the_draft_tokens_of_a_window() -> None:
+    from nwor.engine.trees.sampler import TreeSampler
+    from nwor.tree_shape import TreeShape
+
+    shape, stock = TreeShape.of(60, 8), torch.linspace(0.9, 0.1, 60)
+    rates = [[first] + [first / 2] * 7 for first in (0.4, 0.6, 0.8)]
+    table = TreeSampler._rates_by_drafts(stock, rates, shape)
+    assert table.shape == (61, 8)
+    assert table[:, 0].tolist() == pytest.approx([0.4] * 17 + [0.6] * 16 + [0.8] * 28)
+    assert table[:, 1:3].tolist() == [pytest.approx([0.5, 1.0])] * 61
+    one = TreeSampler._rates_by_drafts(stock, rates[:1], shape)
+    assert torch.equal(one, table[:1].expand(61, 8))
+    assert torch.equal(TreeSampler._rates_by_drafts(stock, (), shape), stock[:8].expand(61, 8))

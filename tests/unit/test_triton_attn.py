@@ -29,17 +29,11 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from nwor.engine.attention import layer_context
 from nwor.engine.attention.attachment import staged_layer
+from nwor.engine.attention.cut_metadata import ALIGNMENT, aligned, rest_of
 from nwor.engine.attention.flash import NworFlashAttentionImpl
 from nwor.engine.attention.layer_context import LayerContext, parameters_of
 from nwor.engine.attention.staged_attention import layer_cache_views, stock_attention
-from nwor.engine.attention.triton_attn import (
-    ALIGNMENT,
-    NworTritonAttentionBackend,
-    NworTritonAttentionImpl,
-    RestMetadata,
-    aligned,
-    rest_of,
-)
+from nwor.engine.attention.triton_attn import NworTritonAttentionBackend, NworTritonAttentionImpl
 from nwor.modes import Mode
 from nwor.windows.window import Window, group_layers
 from tests.unit.toy_layers import ToyLayers
@@ -243,7 +237,7 @@ def test_a_part_keeps_what_the_kernels_are_chosen_by() -> None:
     for name, value in vars(metadata).items():
         if name not in changed:
             assert getattr(rest, name) is value, name
-    assert (rest.first_row, rest.num_actual_tokens) == (WINDOW_ROWS, ROWS - WINDOW_ROWS)
+    assert rest.num_actual_tokens == ROWS - WINDOW_ROWS
     assert rest.slot_mapping.tolist() == SLOTS[WINDOW_ROWS:].tolist()
     assert metadata.query_start_loc is STARTS
     assert STARTS.tolist() == [0, 3, 4, 11, 13]
@@ -335,10 +329,8 @@ def test_the_stock_writer_is_found_past_our_own(kernels: Kernels) -> None:
         assert found is (theirs or stock.TritonAttentionImpl).do_kv_cache_update
 
 
-def test_only_parts_are_cut() -> None:
-    """Of the classes that attention of a part passes, the whole step's metadata is vLLM's own."""
-    assert type(metadata_of()) is stock.TritonAttentionMetadata
-    assert type(rest_of(metadata_of(), 2, WINDOW_ROWS)) is RestMetadata
+def test_the_backend_stays_vllms_to_whoever_asks() -> None:
+    assert type(rest_of(metadata_of(), 2, WINDOW_ROWS)) is stock.TritonAttentionMetadata
     assert NworTritonAttentionBackend.get_name() == "TRITON_ATTN"
     assert not NworTritonAttentionBackend.forward_includes_kv_cache_update
     assert issubclass(NworTritonAttentionBackend.get_builder_cls(), stock.TritonAttentionMetadataBuilder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,12 +11,15 @@ import torch
 
 from nwor import ops
 from nwor.counts.formulas import bytes_per_token
+from nwor.engine.attention.choice import check_worthwhile
 from nwor.engine.attention.layer_context import AttentionPlan, LayerContext, parameters_of
 from nwor.engine.attention.staged_attention import stock_attention
 from nwor.engine.eligibility import Unsupported, check_layer
-from nwor.ops.attention import CUDA_HEAD_SIZES
+from nwor.ops.attention import CUDA_HEAD_SIZES, check_cuda_cache
 from nwor.windows.window import StagedLayer, Window, group_layers
 from nwor.worker_state import WorkerState
+
+logger = logging.getLogger("vllm.nwor.attention")
 
 #: Of the oldest GPUs that the CUDA library is compiled for.
 LEAST_CAPABILITY = (8, 0)
@@ -65,22 +69,37 @@ class Attachment:
 
         """
         staged: list[tuple[int, StagedLayer]] = []
+        untested: dict[str, str] = {}
+        on_cuda = self._device.type == "cuda"
+        if on_cuda and torch.version.hip is not None:
+            raise Unsupported("attention_backend", "there are no kernels for AMD GPUs")
         for name, layer in target_layers.items():
             if name not in slot_keys:
                 raise Unsupported("state_space", f"layer {name} has no slot mapping")
             backend = check_layer(name, layer, *backends)
             dtype = self._vllm_config.model_config.dtype
-            if self._device.type == "cuda":
-                check_on_cuda(name, layer, dtype, torch.cuda.get_device_capability(self._device))
             if (own_check := getattr(backend, "nwor_check", None)) is not None:
                 own_check(name, layer, self._vllm_config)
-            staged.append((slot_keys[name], staged_layer(name, layer, cache_views, dtype)))
+            if on_cuda:
+                capability = torch.cuda.get_device_capability(self._device)
+                check_on_cuda(name, layer, dtype, capability)
+                names = self._state.config.attention_backends
+                check_worthwhile(name, layer, backend, names, capability, self._longest_window)
+            views = getattr(backend, "nwor_cache_views", None) or cache_views
+            own = staged_layer(name, layer, views, dtype)
+            if on_cuda:
+                check_cache(own)
+            if (where := getattr(backend, "nwor_untested", None)) is not None:
+                untested[backend.get_name()] = where
+            staged.append((slot_keys[name], own))
         if not staged:
             raise Unsupported("state_space", "the target model has no attention layer with a cache")
         window = Window(group_layers(staged))
         # Draft layers come on top of the target's: never staged, and none of the target's may be missing.
         if window.layer_names != frozenset(target_layers):
             raise AssertionError("staged layers and target attention layers differ")
+        for used, where in untested.items():
+            logger.warning("windows are staged with %s attention, of which no test has run %s", used, where)
         self._state.token_bytes = bytes_per_token(layer.shape for _, layer in staged)
         self._state.source_token_bytes = bytes_per_token(
             replace(layer.shape, element_size=layer.source_dtype.itemsize) for _, layer in staged
@@ -159,6 +178,23 @@ def check_on_cuda(name: str, layer: Any, dtype: torch.dtype, capability: tuple[i
         raise Unsupported(
             "cache_format", f"layer {name} keeps {layer.kv_cache.dtype} and makes keys and values of {dtype}"
         )
+
+
+def check_cache(layer: StagedLayer) -> None:
+    """Check that the CUDA kernels can read a layer's cache where it lies.
+
+    Args:
+        layer: the layer, its views made.
+
+    Raises:
+        Unsupported: its strides or its address are not what they take.
+
+    """
+    try:
+        for what, cache in (("keys", layer.key_cache), ("values", layer.value_cache)):
+            check_cuda_cache(f"cache of {what} of layer {layer.name}", cache)
+    except ValueError as error:
+        raise Unsupported("cache_format", str(error)) from error
 
 
 def staged_layer(name: str, layer: Any, cache_views: CacheViews, dtype: torch.dtype) -> StagedLayer:

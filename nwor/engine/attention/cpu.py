@@ -6,7 +6,7 @@ implementation; draft layers never are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from nwor.engine.attention.cpu_layout import PACKED, UNPACKED, cache_views
 from nwor.engine.attention.draft_window import DraftWindow
 from nwor.engine.attention.layer_context import LayerContext
+from nwor.engine.attention.step_metadata import without_first
 
 
 @dataclass
@@ -76,18 +77,7 @@ class NworCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def build_rest(self, common: CommonAttentionMetadata, requests: int, tokens: int) -> CPUAttentionMetadata:
         """Build stock metadata for the batch without its leading part."""
-        query_start_loc = common.query_start_loc[requests:] - tokens
-        part = replace(
-            common,
-            query_start_loc=query_start_loc,
-            query_start_loc_cpu=common.query_start_loc_cpu[requests:] - tokens,
-            seq_lens=common.seq_lens[requests:],
-            num_reqs=common.num_reqs - requests,
-            num_actual_tokens=common.num_actual_tokens - tokens,
-            block_table_tensor=common.block_table_tensor[requests:],
-            slot_mapping=common.slot_mapping[tokens:],
-        )
-        return super().build(0, part)
+        return super().build(0, without_first(common, requests, tokens))
 
 
 class NworCPUAttentionImpl(CPUAttentionBackendImpl):

@@ -12,12 +12,15 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from nwor.engine.attention.extended_backend import ExtendedBackend
 from nwor.engine.attention.split_step import scheduled
 from nwor.engine.attention.staged_attention import StagedAttention, WindowsFirst
 
 
 class NworFlashAttentionImpl(StagedAttention, FlashAttentionImpl):
     """Stock attention of a layer, except for the rows of a window that is being staged."""
+
+    nwor_rest_in_place = True
 
     def nwor_rest(
         self, metadata: FlashAttentionMetadata, requests: int, tokens: int, kv_cache: torch.Tensor
@@ -46,15 +49,8 @@ class NworFlashAttentionMetadataBuilder(WindowsFirst, FlashAttentionMetadataBuil
     """The stock builder, which on model runner V1 asks for windows to stand first in the batch."""
 
 
-class NworFlashAttentionBackend(FlashAttentionBackend):
+class NworFlashAttentionBackend(ExtendedBackend, FlashAttentionBackend):
     """The stock backend with the classes above."""
 
-    @staticmethod
-    def get_impl_cls() -> type[FlashAttentionImpl]:
-        """Return the implementation of a layer."""
-        return NworFlashAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        """Return the builder of a step's metadata."""
-        return NworFlashAttentionMetadataBuilder
+    nwor_impl = NworFlashAttentionImpl
+    nwor_builder = NworFlashAttentionMetadataBuilder

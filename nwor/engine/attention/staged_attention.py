@@ -1,4 +1,4 @@
-"""What NWOR's attention implementations on CUDA have in common, whichever of vLLM's backends they extend.
+"""What NWOR's attention implementations on GPUs have in common, whichever of vLLM's backends they extend.
 
 Layers of an open ``stage`` window attend without writing first. Everything else goes the stock way. A layer
 takes part only once a layer context was attached to its implementation; draft layers never are.
@@ -55,9 +55,11 @@ class StagedAttention(AttentionImpl):
 
     Stands before vLLM's implementation in the method order. The class that joins the two has
     ``nwor_rest(metadata, requests, tokens, kv_cache)``. It returns the backend's metadata of a step without
-    so many leading requests and their rows. The stock ``forward`` gets it with the tensors of the whole step.
+    so many leading requests and their rows. The stock ``forward`` gets it with the tensors of those rows.
     """
 
+    #: Whether it gets the tensors of the whole step instead, as its kernels begin where the metadata says.
+    nwor_rest_in_place = False
     nwor: LayerContext | None = None
     #: Of a draft layer whose passes are over trees.
     nwor_draft_window: DraftWindow | None = None
@@ -131,14 +133,20 @@ class StagedAttention(AttentionImpl):
             return self._forward_split(
                 layer_context, layer, query, key, value, kv_cache, attn_metadata, output
             )
-        # A backend that cannot quantize its output refuses to; one that can sees to windows itself.
         quantizes = output_scale is not None or output_block_scale is not None
-        if layer_context is None or attn_metadata is None or not layer_context.window.staging or quantizes:
+        if quantizes and layer_context is not None and layer_context.window.staging:
+            # Such engines are refused at the start. Windows that are staged all the same have to be in the
+            # cache before the stock kernel reads it.
+            layer_context.give_up("verify attention", NotImplementedError("the kernel quantizes its output"))
+        if layer_context is None or attn_metadata is None or not layer_context.window.staging:
             scales = (output_scale, output_block_scale)
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        first = 0
         try:
             parts = split_views(layer_context.window, self, attn_metadata, kv_cache)
             rest = parts.rest
+            if not self.nwor_rest_in_place:
+                first = layer_context.batch.num_tokens
             layer_context.attend(
                 query,
                 key,
@@ -151,9 +159,15 @@ class StagedAttention(AttentionImpl):
             )
         except Exception as error:
             layer_context.give_up("verify attention", error)
-            rest = attn_metadata
-        if rest is not None:
-            super().forward(layer, query, key, value, kv_cache, rest, output)
+            rest, first = attn_metadata, 0
+        if rest is None:
+            return output
+        behind = output
+        if first:
+            query, behind = query[first:], output[first:]
+            if key is not None and value is not None:
+                key, value = key[first:], value[first:]
+        super().forward(layer, query, key, value, kv_cache, rest, behind)
         return output
 
     def _forward_split(
@@ -202,11 +216,19 @@ class StagedAttention(AttentionImpl):
 class WindowsFirst(AttentionMetadataBuilder):
     """Stands before a stock builder: on model runner V1 it asks for windows to stand first in the batch.
 
-    V1 orders a batch as its backends ask, and the stock builders ask for nothing; V2 always sorts.
+    V1 orders a batch as its backends ask, and few stock builders ask for that; V2 always sorts.
+
+    Attributes:
+        nwor_stock_threshold: rows of the longest request that the stock builder takes for a decode.
+
     """
+
+    nwor_stock_threshold: int | None
+    reorder_batch_threshold: int | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.nwor_stock_threshold = self.reorder_batch_threshold
         speculative = self.vllm_config.speculative_config
         if speculative is not None and not self.vllm_config.use_v2_model_runner:
             self.reorder_batch_threshold = 1 + speculative.num_speculative_tokens

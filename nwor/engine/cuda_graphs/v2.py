@@ -28,12 +28,13 @@ ForwardFactory = Callable[..., ForwardFn]
 
 
 def stageable(desc: BatchExecutionDescriptor, longest_window: int) -> bool:
-    """Return whether a graph's batch may consist of windows."""
+    """Return whether a graph's batch may consist of windows, all as long or of any lengths."""
+    rows = desc.max_query_len if desc.uniform_token_count is None else desc.uniform_token_count
     return (
         desc.num_ubatches <= 1
         and desc.num_reqs is not None
-        and desc.uniform_token_count is not None
-        and 1 < desc.uniform_token_count <= longest_window
+        and rows is not None
+        and 1 < rows <= longest_window
     )
 
 
@@ -302,13 +303,15 @@ class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
         max_query_len: int | None = None,
         num_ubatches: int = 1,
     ) -> BatchExecutionDescriptor:
-        """Return vLLM's choice; in its place a mixed step's graph where that is no uniform decode."""
+        """Return vLLM's choice; in its place a mixed step's graph where that is no graph of decodes alone."""
         self.mixed.chosen = None
         desc = super().dispatch(
             num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches
         )
+        # Those of adaptive verification are of no one length, and of a longest.
+        decodes = desc.uniform_token_count is not None or desc.max_query_len is not None
         # Where lengths are chosen, windows of all lengths run in the same graphs; vLLM's serve steps of none.
-        own = desc.uniform_token_count is None or (self._chooses_drafts and uniform_token_count != 1)
+        own = not decodes or (self._chooses_drafts and uniform_token_count != 1)
         if not own or not self.mixed.graphs:
             return desc
         return self.mixed.choose(num_reqs, num_tokens, desc.num_active_loras) or desc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -60,6 +61,13 @@ class AcceptanceEstimate:
         """Chance of each draft whose predecessors were accepted."""
         return self.chances_after(PRIOR)
 
+    def chances_like(self, others: Sequence[float]) -> list[float]:
+        """Return the chances where those of other windows are assumed, position by position."""
+        found = zip(self._tried.tolist(), self._accepted.tolist(), others, strict=True)
+        return [
+            (accepted + PRIOR_WINDOWS * other) / (tried + PRIOR_WINDOWS) for tried, accepted, other in found
+        ]
+
     def chances_after(self, before: float) -> list[float]:
         """Return the chances where ``before`` is assumed of the first draft."""
         result = []
@@ -71,11 +79,7 @@ class AcceptanceEstimate:
     @property
     def accepted(self) -> list[float]:
         """Chance that all drafts up to each position are accepted."""
-        return self.accepted_after(PRIOR)
-
-    def accepted_after(self, before: float) -> list[float]:
-        """Return the same where ``before`` is assumed of the first draft."""
-        return list(accumulate(self.chances_after(before), mul))
+        return list(accumulate(self.chances, mul))
 
     @property
     def tokens(self) -> list[float]:

@@ -34,6 +34,7 @@ class DraftLengths:
 
     Args:
         started: the bounds that the engine was started with.
+        trees_required: somebody asked for trees, so few requests have them where costs are not known.
 
     Attributes:
         policy: the choice.
@@ -41,14 +42,16 @@ class DraftLengths:
 
     """
 
-    def __init__(self, started: DraftBounds) -> None:
+    def __init__(self, started: DraftBounds, trees_required: bool = True) -> None:
         self.policy = DraftLengthPolicy(started)
         self.steps: Counter[int] = Counter()
         self._started = started
         self._longest_chain = started.most if started.tree is None else started.tree.depth
         self._fixed: int | None = started.fixed
         #: Trees for few requests and chains for more, where costs are not known.
-        self._schedule = [] if started.tree is None else schedule(started.tree, None, 1 << 30)
+        self._schedule = []
+        if started.tree is not None and trees_required:
+            self._schedule = schedule(started.tree, None, 1 << 30)
         self._by_requests = False
         self._why = "no step has been verified yet"
         self._facts: WorkerFacts | None = None
@@ -105,7 +108,7 @@ class DraftLengths:
             self._why = f"the mode is {facts.mode}: numbers are chosen in stage alone"
         elif self.policy.times is None:
             self._why = "the costs of steps were not measured"
-            if self.policy.tree is not None and bounds == self._started:
+            if self._schedule and bounds == self._started:
                 self._by_requests = True
                 self._why = "trees for few requests and chains for more, since costs were not measured"
         else:
@@ -117,13 +120,15 @@ class DraftLengths:
         for record in waiting:
             drafts = np.frombuffer(record.treatment.drafts, _INT32)
             accepted = np.maximum(np.frombuffer(record.sampled, _INT32), 1) - 1
-            if self.policy.tree is not None:
+            if self.policy.trees:
                 # What is longer than chains is a tree or its first rows, and so is all beside it.
                 trees = drafts > self._longest_chain
                 if trees.any():
                     if not _attended(record.treatment):
                         continue
-                    drafts, accepted = np.full(trees.sum(), self.policy.tree, _INT32), accepted[trees]
+                    sizes = np.array(self.policy.trees, _INT32)
+                    places = np.searchsorted(sizes, drafts[trees]).clip(max=len(sizes) - 1)
+                    drafts, accepted = sizes[places], accepted[trees]
             first = int(drafts[0])
             if (drafts == first).all():
                 by_drafts.setdefault(first, []).append(accepted)

@@ -29,9 +29,11 @@ REQUESTS_CPU = (1, 4, 16, 64)
 #: Rows of the prompts that are measured alone.
 ROWS = (16, 64, 128, 256, 512, 1024, 2048)
 ROWS_CPU = (16, 64, 256)
-#: Steps before a measurement, those that are measured in a row, and how often: the shortest time counts, for
-#: whatever else the device does makes steps longer.
-SETTLE, STEPS, TIMES = 1, 3, 2
+#: Steps before a measurement, and those that are measured in a row.
+SETTLE, STEPS = 1, 3
+#: How often all is measured, one time after the other: the shortest time of each counts. Whatever else the
+#: device does makes steps longer, and may take a second.
+TIMES = 2
 _CONTEXT = 16
 
 
@@ -148,7 +150,7 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
     requests = _Requests(worker, _warmup_block_counter(runner))
     numbers = bounds.candidates
     prompt = bounds.most + _CONTEXT
-    room = sum((SETTLE + TIMES * STEPS + 1) * (drafts + 1) for drafts in numbers)
+    room = sum((SETTLE + STEPS + 1) * (drafts + 1) for drafts in numbers)
     blocks = runner.kv_cache_config.num_blocks - 1
     if prompt + room > runner.max_model_len or prompt > runner.max_num_tokens:
         raise NoRoomError(
@@ -157,45 +159,53 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
         )
     if requests.blocks(1, prompt + room) > blocks:
         raise NoRoomError(f"{blocks} blocks have no room for a sequence of {prompt + room} tokens")
-    counts, table = [], []
+    counts = [
+        count
+        for count in (REQUESTS_CPU if cpu else REQUESTS)
+        if count <= runner.max_num_reqs
+        and count * (1 + numbers[0]) <= runner.max_num_tokens
+        and requests.blocks(count, prompt + room) <= blocks
+    ]
+    rows = [
+        size
+        for size in (ROWS_CPU if cpu else ROWS)
+        if size <= min(runner.max_num_tokens, runner.max_model_len - 1)
+        and requests.blocks(1, size + 1) <= blocks
+    ]
+
+    def windows(count: int) -> list[float]:
+        requests.begin(count, prompt, room, numbers[0])
+        row, before = [], numbers[0]
+        for drafts in numbers:
+            if count * (1 + drafts) > runner.max_num_tokens:
+                row.append(inf)
+                continue
+            requests.step(before, drafts)
+            for _ in range(SETTLE):
+                requests.step(drafts, drafts)
+            row.append(_seconds(runner.device, lambda k=drafts: requests.step(k, k), STEPS))
+            before = drafts
+        return row
+
+    def prompts(size: int) -> float:
+        requests.begin(1, size, 1, 0)
+        return _seconds(runner.device, lambda: requests.begin(1, size, 1, 0), STEPS - 1)
+
     runner.kv_connector.set_disabled(True)
     try:
-        for count in REQUESTS_CPU if cpu else REQUESTS:
-            if (
-                count > runner.max_num_reqs
-                or count * (1 + numbers[0]) > runner.max_num_tokens
-                or requests.blocks(count, prompt + room) > blocks
-            ):
-                break
-            requests.begin(count, prompt, room, numbers[0])
-            row, before = [], numbers[0]
-            for drafts in numbers:
-                if count * (1 + drafts) > runner.max_num_tokens:
-                    row.append(inf)
-                    continue
-                requests.step(before, drafts)
-                for _ in range(SETTLE):
-                    requests.step(drafts, drafts)
-                row.append(_seconds(runner.device, lambda k=drafts: requests.step(k, k)))
-                before = drafts
-            counts.append(count)
-            table.append(tuple(row))
-        rows = [
-            size
-            for size in (ROWS_CPU if cpu else ROWS)
-            if size <= min(runner.max_num_tokens, runner.max_model_len - 1)
-            and requests.blocks(1, size + 1) <= blocks
-        ]
-        row_seconds = []
-        for size in rows:
-            requests.begin(1, size, 1, 0)
-            row_seconds.append(_seconds(runner.device, lambda n=size: requests.begin(1, n, 1, 0), STEPS - 1))
+        tables = []
+        lines = []
+        for _ in range(TIMES):
+            tables.append([windows(count) for count in counts])
+            lines.append([prompts(size) for size in rows])
+        table = [[min(cell) for cell in zip(*same, strict=True)] for same in zip(*tables, strict=True)]
+        row_seconds = [min(same) for same in zip(*lines, strict=True)]
         requests.end()
     finally:
         runner.kv_connector.set_disabled(False)
     took = time.perf_counter() - began
     logger.info("measured what steps cost with %s draft tokens in %.1f s", _listed(numbers), took)
-    chains = len(numbers) - (bounds.tree is not None and bounds.tree.nodes in numbers)
+    chains = sum(bounds.tree is None or not bounds.tree.is_tree(drafts) for drafts in numbers)
     return StepCosts(
         tuple(counts), numbers, without_spikes(table, chains), tuple(rows), tuple(_least_behind(row_seconds))
     )
@@ -221,17 +231,14 @@ def _least_behind(values: Sequence[float]) -> list[float]:
     return list(accumulate(reversed(values), min))[::-1]
 
 
-def _seconds(device: torch.device, step: Any, steps: int = STEPS) -> float:
+def _seconds(device: torch.device, step: Any, steps: int) -> float:
     """Return the seconds of one of several steps in a row, launched ahead as in serving."""
-    least = inf
-    for _ in range(TIMES):
-        _wait(device)
-        began = time.perf_counter()
-        for _ in range(steps):
-            step()
-        _wait(device)
-        least = min(least, (time.perf_counter() - began) / steps)
-    return least
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    _wait(device)
+    return (time.perf_counter() - began) / steps
 
 
 def _wait(device: torch.device) -> None:

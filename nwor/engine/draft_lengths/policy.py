@@ -8,7 +8,7 @@ T was measured at start-up, and is corrected by the steps of late (step_times.py
 whatever k is, but a prompt's rows cost more beside more rows of windows: D(r) is what the prompts of late add
 to a step of r rows, and m is how many steps with prompts there were for each token.
 
-Where windows may be trees, one more candidate has as many draft tokens as a tree has nodes. Its A is
+Where windows may be trees, more candidates have as many draft tokens as trees have nodes. The A of each is
 estimated for itself, by depth.
 
 Steps in turns try what is not chosen and might be better, so that A and T of it stay known.
@@ -17,7 +17,9 @@ Steps in turns try what is not chosen and might be better, so that A and T of it
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 from math import isfinite
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -70,10 +72,11 @@ class DraftLengthPolicy:
         started = started or bounds
         self._all = started.candidates
         self.acceptance = AcceptanceEstimate(started.most)
-        #: Draft tokens of a window that is a tree; None where all windows are chains.
-        self.tree = None if started.tree is None else started.most
-        self._depth = 0 if started.tree is None else started.tree.depth
-        self.tree_acceptance = AcceptanceEstimate(self._depth)
+        shape = started.tree
+        #: Draft tokens of windows that are trees, ascending.
+        self.trees = () if shape is None else tuple(k for k in self._all if shape.is_tree(k))
+        self._depth = 0 if shape is None else shape.depth
+        self.tree_acceptance = {k: AcceptanceEstimate(self._depth) for k in self.trees}
         self.times: StepTimes | None = None
         self.chosen = bounds.fixed
         self.why = "the costs of steps are not known yet"
@@ -147,16 +150,20 @@ class DraftLengthPolicy:
         assert self.times is not None
         return self._tries.get((self.times.place(requests), drafts), 0) < TRIES
 
+    def _is_known(self, requests: int, drafts: int) -> bool:
+        """Return whether a candidate was tried of late."""
+        assert self.times is not None
+        since = self._now - self._tried_at.get((self.times.place(requests), drafts), -FORGOTTEN - 1)
+        return since <= FORGOTTEN and not self._is_untried(requests, drafts)
+
     def _hope(self, requests: int, drafts: int) -> float:
         """Return how much shorter a candidate's steps may be than what is known of them says."""
-        assert self.times is not None
         if self._is_untried(requests, drafts):
             return HOPE_UNTRIED
-        since = self._now - self._tried_at[self.times.place(requests), drafts]
-        if since > FORGOTTEN:
-            return HOPE_FORGOTTEN
+        if self._is_known(requests, drafts):
+            return HOPE_TRIED
         # A tree may be accepted to its end, whatever it was before.
-        return HOPE_TRIED if drafts != self.tree else 1.0
+        return HOPE_FORGOTTEN if drafts not in self.trees else 1.0
 
     def _worth_trying(self, requests: int) -> list[int]:
         """Return which candidates to try now and then, though another is chosen."""
@@ -166,15 +173,17 @@ class DraftLengthPolicy:
         now, tokens = self._found[self.chosen], self._expected_tokens()
         dear = DEAR * self.times.step(requests, self.chosen)
         others = [k for k in self._candidates if k != self.chosen and self.times.step(requests, k) < dear]
-        chains = [k for k in others if k != self.tree]
+        chains = [k for k in others if k not in self.trees]
         # How far texts are accepted has to stay known: by a chain beside trees, else by a longer one.
-        if self.chosen == self.tree:
+        if self.chosen in self.trees:
             drafting = [k for k in chains if k] or chains
             worth = set(drafting and [min(drafting, key=lambda k: self._found.get(k, 0.0))])
         else:
             worth = set([k for k in chains if k > self.chosen][:1])
         for k in others:
-            given = tokens[k] if k != self.tree else 1.0 + self._depth
+            given = tokens[k]
+            if k in self.trees and not self._is_known(requests, k):
+                given = 1.0 + self._depth
             if self._cost(requests, k, given, self._hope(requests, k)) < now:
                 worth.add(k)
         return sorted(worth)
@@ -182,22 +191,30 @@ class DraftLengthPolicy:
     def _expected_tokens(self) -> dict[int, float]:
         """Return the tokens that a window gives on the average, by candidate."""
         tokens = self.acceptance.tokens
-        found = {k: tokens[k] for k in self._candidates if k != self.tree}
-        if self.tree in self._candidates:
-            found[self.tree] = 1.0 + sum(self._tree_accepted())
-        return found
+        found = {k: tokens[k] for k in self._candidates if k not in self.trees}
+        accepted = self._tree_accepted()
+        return found | {k: 1.0 + sum(accepted[k]) for k in self.trees if k in self._candidates}
 
-    def _tree_accepted(self) -> list[float]:
-        """Return the chance of each depth of a tree that a node of it is accepted."""
-        chance = self.acceptance.chances[0]
-        return self.tree_acceptance.accepted_after(1.0 - (1.0 - chance) ** SIBLINGS)
+    def _tree_accepted(self) -> dict[int, list[float]]:
+        """Return for each size of trees the chance of each depth that a node of it is accepted."""
+        found: dict[int, list[float]] = {}
+        chances: list[float] = []
+        for nodes, seen in self.tree_acceptance.items():
+            if chances:
+                # What was not tried of late is taken for a smaller tree.
+                chances = seen.chances_like(chances)
+            else:
+                chances = seen.chances_after(1.0 - (1.0 - self.acceptance.chances[0]) ** SIBLINGS)
+            found[nodes] = list(accumulate(chances, mul))
+        return found
 
     def _look(self, requests: int) -> None:
         """Weigh all candidates for so many requests."""
         self._until_look, self._looked_at = LOOK_EVERY, requests
         steps, self._steps = self._steps, 0
         self.acceptance.age(steps)
-        self.tree_acceptance.age(steps)
+        for seen in self.tree_acceptance.values():
+            seen.age(steps)
         found = {k: self._cost(requests, k, tokens) for k, tokens in self._expected_tokens().items()}
         best = min(found, key=found.__getitem__)
         now = found.get(self.chosen)
@@ -205,7 +222,7 @@ class DraftLengthPolicy:
             self.chosen = best
         self._found = found
         rate, what = 1.0 / found[self.chosen], f"{self.chosen} draft tokens give"
-        if self.chosen == self.tree:
+        if self.chosen in self.trees:
             what = f"trees of {self.chosen} draft tokens give"
         self.why = f"{what} {rate:.0f} tokens/s with {requests} requests"
 
@@ -228,8 +245,8 @@ class DraftLengthPolicy:
             accepted: [windows], how many were accepted.
 
         """
-        if drafts == self.tree:
-            self.tree_acceptance.add(self._depth, np.minimum(accepted, self._depth))
+        if drafts in self.trees:
+            self.tree_acceptance[drafts].add(self._depth, np.minimum(accepted, self._depth))
         else:
             self.acceptance.add(drafts, accepted)
 
@@ -263,15 +280,15 @@ class DraftLengthPolicy:
             "requests": self._looked_at,
             "why": self.why,
             "acceptance": [round(value, 4) for value in self.acceptance.accepted],
-            "tree_acceptance": [],
+            "tree_acceptance": {},
             "milliseconds": {},
             "tokens_per_second": {},
             "extra_milliseconds": 0.0,
             "corrections": {},
             "prompt_factor": 1.0,
         }
-        if self.tree is not None:
-            result["tree_acceptance"] = [round(value, 4) for value in self._tree_accepted()]
+        for nodes, accepted in self._tree_accepted().items():
+            result["tree_acceptance"][str(nodes)] = [round(value, 4) for value in accepted]
         if self.times is not None and self._looked_at:
             result["extra_milliseconds"] = round(1e3 * self.times.common(self._looked_at), 3)
             result["prompt_factor"] = round(self.times.prompts, 3)

@@ -1,11 +1,11 @@
 """What a step costs now: the measurement of the start, corrected by the steps of late.
 
 The measurement has short contexts, and whatever else the device did meanwhile is in it. So each cell of its
-table has an excess: the mean of what its steps took beyond it. The median of a row's is what its cells have in
-common, such as contexts; the rest is the cell's own. Few steps say little of a cell: its own part is drawn
+table has an excess: the mean of what its steps took beyond it. The median of a row's is what its cells have
+in common, such as contexts; the rest is the cell's own. Few steps say little of a cell: its own part is drawn
 towards none by :data:`PRIOR` steps, less so where the measurement is far off. This is a random-effects model
-with heavy tails (Lange, Little and Taylor, "Robust statistical modeling using the t distribution", 1989). What
-prompts add has one factor.
+with heavy tails (Lange, Little and Taylor, "Robust statistical modeling using the t distribution", 1989).
+What prompts add has one factor.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ from nwor.draft_costs import StepCosts
 
 #: Steps of a cell that count as much as its measurement.
 PRIOR = 1.0
-#: Error of a measurement, relative, from which on it counts less.
+#: Error of a measurement, relative, from which on it counts less. Once others have become so much shorter,
+#: what was seen of a cell before is forgotten.
 FAR = 0.15
-#: Most steps that a cell's mean is over. What moves it then moves its whole row.
+#: Most steps that a cell's mean is over.
 MOST_STEPS = 32.0
 #: Steps of the row after which a step of the cell counts half in its mean.
 HALF_LIFE = 512.0
-#: Bounds of a step's seconds relative to what is expected: what lies beyond was no step alone. Results that the
-#: host is late with make one step too long, and the next too short.
+#: Steps of the row after which a cell is taken to have moved as those that were seen since.
+STALE = 64.0
+#: Bounds of a step's seconds relative to what is expected: what lies beyond was no step alone. Results that
+#: the host is late with make one step too long, and the next too short.
 LEAST_NEW, MOST_NEW = 0.3, 1.5
 #: The same once a cell has so many steps.
 LEAST_KNOWN, MOST_KNOWN, KNOWN = 0.75, 1.25, 4
+#: Steps in a row beyond their bounds, all longer or all shorter, that show that a cell has changed.
+CHANGED = 3
 #: Least seconds of a step, relative to its measurement.
 LEAST = 0.1
 #: Weight of a step in the factor of what prompts add, and bounds of the factor.
@@ -53,10 +58,17 @@ class _Row:
         self.seen = [0] * columns
         self.common = 0.0
         self._now = 0
+        # What known cells have moved by; and by cell, the row's step that saw it last, and that sum then.
+        self._drift = 0.0
         self._then = [0] * columns
+        self._drifted = [0.0] * columns
+        # By cell, how many steps in a row were longer than its bounds, or shorter if negative.
+        self._beyond = [0] * columns
 
     def own(self, column: int) -> float:
         """Return the seconds of a cell beyond its measurement and what the row has in common."""
+        if not self.seen[column]:
+            return 0.0
         steps, prior = self._trust(column), self._prior(column)
         return steps / (steps + prior) * (self.excess[column] - self.common)
 
@@ -68,9 +80,20 @@ class _Row:
         """Return the steps that speak for a cell. Old ones give way to new ones, and count until then."""
         return max(self.steps[column], min(self.seen[column], KNOWN))
 
-    def add(self, column: int, excess: float) -> None:
-        """Take in the excess of one step."""
+    def add(self, column: int, excess: float, beyond: int) -> None:
+        """Take in the excess of one step.
+
+        Args:
+            column: of its cell.
+            excess: seconds, within bounds.
+            beyond: 1 if it was longer than its bounds, -1 if it was shorter.
+
+        """
         self._now += 1
+        self._beyond[column] = beyond if self._beyond[column] * beyond <= 0 else self._beyond[column] + beyond
+        if abs(self._beyond[column]) >= CHANGED:
+            # No accident: what was seen before is over.
+            self.steps[column] = 0.0
         kept = 0.5 ** ((self._now - self._then[column]) / HALF_LIFE)
         before = self.steps[column] * kept
         steps = self.steps[column] = min(before + 1.0, MOST_STEPS)
@@ -78,14 +101,20 @@ class _Row:
         self.excess[column] += moved
         self.seen[column] += 1
         self._then[column] = self._now
-        # A cell that is known well moves with what all have in common, so the others move as well: by half, or
-        # cells that take turns would never show how far they are apart.
-        others = 0.5 * moved * before / MOST_STEPS
+        # A cell that is known well moves with what all have in common: so the others move as well.
+        drift = moved * min((self.seen[column] - 1) / MOST_STEPS, 1.0)
+        self._drift += drift
+        self._drifted[column] = self._drift
         seen = [other for other, count in enumerate(self.seen) if count]
         for other in seen:
-            if other != column:
-                self.excess[other] += others
+            since = self._now - self._then[other]
+            self.excess[other] += drift * min(since / STALE, 1.0)
+            if self._drifted[other] - self._drift > self._far[other]:
+                # All steps took longer then, for contexts were or another program had the device.
+                self.excess[other] = self.steps[other] = 0.0
+                self.seen[other] = 0
         # The median: a cell whose measurement is far off says nothing of the others.
+        seen = [other for other in seen if self.seen[other]]
         half = 0.5 * sum(map(self._trust, seen))
         for other in sorted(seen, key=self.excess.__getitem__):
             half -= self._trust(other)
@@ -160,7 +189,7 @@ class StepTimes:
         known = row.steps[column] >= KNOWN
         least, most = (LEAST_KNOWN, MOST_KNOWN) if known else (LEAST_NEW, MOST_NEW)
         taken = min(max(seconds, least * expected), most * expected)
-        row.add(column, taken - measured)
+        row.add(column, taken - measured, (seconds > taken) - (seconds < taken))
 
     def beside(self, rows: int, prompt: int) -> float:
         """Return the seconds that a prompt of ``prompt`` rows adds to a step of ``rows`` others."""

@@ -36,6 +36,8 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
     _nwor_early: bool = False
     #: What makes windows trees; None where they are chains.
     _nwor_trees: TreeDecoding | None = None
+    #: vLLM's, which trims draft tokens on the device; None where it does not. Set by vLLM with the cache.
+    adaptive_verification: Any = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model and its drafter, which then proposes trees if that was asked for."""
@@ -56,6 +58,8 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
             return "nothing is staged"
         if self.use_pp:
             return "pipeline stages run one number of draft tokens"
+        if self.adaptive_verification is not None:
+            return "adaptive verification chooses how many draft tokens of each step are verified"
         if self.lora_config is not None:
             return "graphs of steps with adapters are captured for one number of draft tokens"
         mixed = self.nwor.mixed
@@ -91,8 +95,14 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Prepare the step's block tables and slots, then open its window batch."""
         prepared = super().prepare_attn(input_batch)
-        rank, plan = self.nwor, None
+        rank, plan, trimmed = self.nwor, None, None
         drafts = input_batch.num_draft_tokens_per_req
+        if drafts is not None and self.adaptive_verification is not None:
+            # Its numbers of each request are those that were scheduled, its sums those that are verified.
+            if not input_batch.num_draft_tokens:
+                drafts = None
+            elif input_batch.num_draft_tokens != int(drafts.sum()):
+                trimmed = input_batch.cu_num_logits, input_batch.num_tokens
         if drafts is not None:
             # Two sums tell most steps: no request has more drafts than this, and none fewer rows than its
             # drafts and one more.
@@ -108,6 +118,7 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
                 self._nwor_early,
                 full,
                 None if mixed is None or mixed.chosen is None else mixed.copies(mixed.chosen),
+                trimmed,
             )
         if self._nwor_trees is not None:
             self._nwor_place(self._nwor_trees, input_batch, plan)

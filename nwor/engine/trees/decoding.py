@@ -37,7 +37,7 @@ class TreeDecoding:
 
     """
 
-    def __init__(self, runner: Any, tables: TreeTables, rates: Sequence[float] = ()) -> None:
+    def __init__(self, runner: Any, tables: TreeTables, rates: Sequence[Sequence[float]] = ()) -> None:
         self.tables = tables
         if rates:
             tables.assume_probabilities()

@@ -113,6 +113,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
     mask_ptr,
     chain_ptr,
     nodes,
+    kept,
     candidates,
     # float32 [1]: whether, unless 0, all windows have to be chains
     refusing_ptr,
@@ -134,7 +135,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
     table = slot * (nodes + 1)
     last = tl.full([], NO_PARENT, dtype=tl.int32)
     on_chain = linear
-    for row in range(1, nodes + 1):
+    for row in range(1, kept + 1):
         # Of a tree the likeliest that is left, of a chain the likeliest continuation of what came before.
         eligible = tl.where(on_chain, tl.where(above == last, key, smallest), key)
         best = tl.max(eligible, axis=0)
@@ -255,6 +256,7 @@ class Candidates:
         draft_tokens: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         refusing: torch.Tensor,
+        kept: int | None = None,
     ) -> None:
         """Keep the likeliest nodes of each request.
 
@@ -264,6 +266,7 @@ class Candidates:
             draft_tokens: int64 [at least requests, nodes], written.
             tables: parents, depths, masks and chains by slot, written.
             refusing: float32 [at least 1]: all windows have to be chains, unless it is 0.
+            kept: how many nodes; None for those of the shape.
 
         """
         parents, depths, masks, chains = tables
@@ -280,6 +283,7 @@ class Candidates:
             masks,
             chains,
             self.shape.nodes,
+            self.shape.nodes if kept is None else kept,
             self.count,
             refusing,
             WIDTH=self.shape.width,

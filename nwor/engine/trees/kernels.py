@@ -169,7 +169,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     sampled_ptr,
     num_sampled_ptr,
     path_ptr,
-    # [max_num_reqs], [logits], float32 [nodes], [at least DEPTH]
+    # [max_num_reqs], [logits], float32 [nodes], [nodes + 1, DEPTH]
     seed_ptr,
     pos_ptr,
     rates_ptr,
@@ -202,7 +202,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         if SYNTHETIC:
             # As vLLM's synthetic rejection: chance alone decides, here for the likeliest child.
             rate = tl.load(rates_ptr + depth, mask=depth < nodes, other=0.0)
-            tree_rate = tl.load(tree_rates_ptr + depth, mask=depth < DEPTH, other=0.0)
+            tree_rate = tl.load(tree_rates_ptr + drafts * DEPTH + depth, mask=depth < DEPTH, other=0.0)
             rate = tl.where(tl.load(chain_ptr + slot) == 0, tree_rate, rate)
             seed = tl.load(seed_ptr + slot)
             pos = tl.load(pos_ptr + start + here)  # in benchmarks alone

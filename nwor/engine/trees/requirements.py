@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+from nwor.config import CONFIG_KEY, DraftBounds, NworConfig
 from nwor.errors import ConfigError
 from nwor.modes import Mode
 from nwor.tree_shape import TreeKind
+
+logger = logging.getLogger("vllm.nwor.trees")
+
+#: Major compute capabilities of GPUs on which attention that NWOR extends is vLLM's own choice.
+_CAPABILITIES = (8, 9)
 
 #: Draft methods whose passes leave runners-up that a comb can be made of.
 METHODS = ("eagle", "eagle3")
@@ -19,6 +26,72 @@ CHAIN_REASONS = (
     "thinking_token_budget",
     "logits_processors",
 )
+
+
+def settle(vllm_config: Any, config: NworConfig) -> None:
+    """Refuse an engine that cannot have its trees, or have it draft chains where trees are not required.
+
+    Args:
+        vllm_config: vLLM's configuration, changed in the second case.
+        config: NWOR's, with a tree.
+
+    Raises:
+        ConfigError: with the reason and what to do.
+
+    """
+    # Not at the top: it looks at vLLM's own modules.
+    from nwor.engine.trees import known_sources
+
+    try:
+        check_engine(vllm_config, config)
+        known_sources.check()
+        if config.tree_required:
+            return
+        reason = _attention_why_not(vllm_config)
+    except ConfigError as error:
+        if config.tree_required:
+            raise
+        reason = str(error)
+    if reason is None:
+        return
+    logger.warning("Draft tokens are chains: %s", reason)
+    _draft_chains(vllm_config, config)
+
+
+def _attention_why_not(vllm_config: Any) -> str | None:
+    """Return why the drafter's attention may be one without a window of its own; None where it is not."""
+    from vllm.platforms import current_platform
+
+    models = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
+    if any(getattr(model, "use_mla", False) for model in models):
+        return "trees of draft tokens are not possible here: attention is MLA"
+    backend = getattr(vllm_config.attention_config, "backend", None)
+    name = getattr(backend, "name", backend)
+    if name not in (None, "FLASH_ATTN"):
+        return f"trees of draft tokens are not tried with attention backend {name} unless they are asked for"
+    capability = current_platform.get_device_capability()
+    if capability is not None and capability.major not in _CAPABILITIES:
+        return (
+            "trees of draft tokens are not tried on a GPU of compute capability "
+            f"{capability.major}.{capability.minor} unless they are asked for"
+        )
+    return None
+
+
+def _draft_chains(vllm_config: Any, config: NworConfig) -> None:
+    """Take the trees out of a configuration."""
+    speculative = vllm_config.speculative_config
+    settings = {**config.to_mapping(), "tree": None, "tree_acceptance_rates": []}
+    if config.draft_tokens is None:
+        assert config.tree is not None
+        speculative.num_speculative_tokens = config.tree.depth
+        speculative.num_speculative_tokens_per_batch_size = None
+    else:
+        bounds = DraftBounds()
+        settings["draft_tokens"] = str(bounds)
+        speculative.num_speculative_tokens = bounds.most
+        speculative.num_speculative_tokens_per_batch_size = bounds.schedule
+    vllm_config.additional_config[CONFIG_KEY] = settings
 
 
 def check_engine(vllm_config: Any, config: Any) -> None:
@@ -67,13 +140,6 @@ def why_not(vllm_config: Any, config: Any) -> str | None:
         return "ranks sample a part of the requests each (enable_batch_sharded_sampling)"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline stages hold windows back as chains"
-    lengths = {drafts for _, _, drafts in speculative.num_speculative_tokens_per_batch_size or ()}
-    longest = max(lengths - {config.tree.nodes}, default=0)
-    if longest > config.tree.depth:
-        return (
-            f"chains of {longest} draft tokens (num_speculative_tokens_per_batch_size) are longer than the "
-            f"tree is deep ({config.tree.depth})"
-        )
     if parallel.data_parallel_size > 1:
         return "data parallelism: ranks agree on the rows of each pass"
     scheduler, shape = vllm_config.scheduler_config, config.tree

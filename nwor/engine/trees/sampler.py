@@ -7,6 +7,7 @@ speculation, and all others have its distribution: the tree is fixed before the 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from nwor import ops
 from nwor.engine.fastpath.greedy_rejection import DTYPES
 from nwor.engine.trees.tables import TreeTables
+from nwor.tree_shape import TreeShape
 
 
 class TreeSampler(RejectionSampler):
@@ -29,8 +31,8 @@ class TreeSampler(RejectionSampler):
         stock: the one that vLLM has made.
         tables: the rank's trees.
         refusing: returns float32 [at least 1], 0 where all windows of the open step attended as trees.
-        rates: chance that the first nodes up to a depth are all accepted, where chance decides; empty for
-            vLLM's own rates, which are also those of chains.
+        rates: chance that the first nodes up to a depth are all accepted, where chance decides, for each size
+            of trees or for all; empty for vLLM's own rates, which are also those of chains.
 
     """
 
@@ -39,18 +41,28 @@ class TreeSampler(RejectionSampler):
         stock: RejectionSampler,
         tables: TreeTables,
         refusing: Callable[[], torch.Tensor],
-        rates: Sequence[float] = (),
+        rates: Sequence[Sequence[float]] = (),
     ) -> None:
         self.__dict__.update(vars(stock))
         self._tables = tables
         self._refusing = refusing
         self._slots: torch.Tensor | None = None
         self._tree_rates: torch.Tensor | None = vars(stock).get("synthetic_conditional_rates")
-        if self._tree_rates is not None and rates:
-            conditional = unconditional_to_conditional_rates(list(rates))
-            self._tree_rates = self._tree_rates.new_tensor(conditional)
+        if self._tree_rates is not None:
+            self._tree_rates = self._rates_by_drafts(self._tree_rates, rates, tables.shape)
         self._rows = len(tables.path) * (tables.shape.nodes + 1)
         self._workspace = ops.make_argmax_workspace(self._rows, tables.path.device)
+
+    @staticmethod
+    def _rates_by_drafts(
+        stock: torch.Tensor, rates: Sequence[Sequence[float]], shape: TreeShape
+    ) -> torch.Tensor:
+        """Return float32 [nodes + 1, depth], conditional: the rates of a window with so many draft tokens."""
+        if not rates:
+            return stock[: shape.depth].expand(shape.nodes + 1, -1).contiguous()
+        by_size = [unconditional_to_conditional_rates(list(one)) for one in rates]
+        rows = [by_size[min(bisect_left(shape.sizes, n), len(rates) - 1)] for n in range(shape.nodes + 1)]
+        return stock.new_tensor(rows)
 
     def _verify(
         self,

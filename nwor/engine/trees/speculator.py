@@ -41,7 +41,7 @@ class TreeDrafts:
     def _passes(self, name: str, stock: Callable[..., None]) -> Callable[..., None]:
         """Return what runs the passes behind the drafter's first, of a tree or of a shorter chain.
 
-        vLLM counts passes by draft tokens: as many as a tree has nodes stand for a tree.
+        vLLM counts passes by draft tokens: more than a tree is deep stand for a tree.
         """
         shape, growth, speculator = self._tables.shape, self.growth, self._speculator
 
@@ -49,7 +49,7 @@ class TreeDrafts:
             if num_speculative_steps is None:
                 *args, num_speculative_steps = args  # type: ignore[assignment]
             assert num_speculative_steps is not None
-            if num_speculative_steps < shape.nodes:
+            if not shape.is_tree(num_speculative_steps):
                 stock(*args, num_speculative_steps=num_speculative_steps, **kwargs)
             elif growth is None:
                 stock(*args, num_speculative_steps=shape.depth, **kwargs)
@@ -96,7 +96,8 @@ class TreeDrafts:
     ) -> torch.Tensor:
         """Return int64 [requests, nodes], the draft tokens of each request's next window.
 
-        Where fewer tokens are asked for than a tree has nodes, they are a chain of as many.
+        Where fewer tokens are asked for than a tree has nodes, they are its likeliest ones, and a chain where
+        they are no more than it is deep.
         """
         tables, speculator, shape = self._tables, self._speculator, self._tables.shape
         if input_batch.num_draft_tokens and not dummy_run:
@@ -115,8 +116,8 @@ class TreeDrafts:
             **kwargs,
         )
         tokens: torch.Tensor = speculator.draft_tokens[: input_batch.num_reqs]
-        if drafts == shape.nodes:
-            tables.build(input_batch.idx_mapping, tokens, self._refusing())
+        if shape.is_tree(drafts):
+            tables.build(input_batch.idx_mapping, tokens, self._refusing(), drafts)
         elif drafts:
             tables.build_chains(input_batch.idx_mapping)
         return tokens

@@ -78,13 +78,20 @@ class TreeTables:
             self._linear_np[slot] = linear
             self._linear_changed = True
 
-    def build(self, slots: torch.Tensor, draft_tokens: torch.Tensor, refusing: torch.Tensor) -> None:
+    def build(
+        self,
+        slots: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        refusing: torch.Tensor,
+        kept: int | None = None,
+    ) -> None:
         """Rank what the drafter's passes have found and keep the likeliest nodes of each request.
 
         Args:
             slots: [requests], the slot of each request of the batch.
             draft_tokens: int64 [at least requests, nodes], written.
             refusing: float32 [at least 1]: all next windows have to be chains, unless it is 0.
+            kept: nodes that the next windows have; None for all. Others may be left as they were.
 
         """
         if self._linear_changed:
@@ -95,7 +102,7 @@ class TreeTables:
             return
         if self.candidates is not None:
             tables = self._parents, self._depths, self._masks, self._chains
-            self.candidates.select(slots, self._linear, draft_tokens, tables, refusing)
+            self.candidates.select(slots, self._linear, draft_tokens, tables, refusing, kept)
             return
         kernels.build_comb_kernel[(len(slots),)](
             self.tokens,
@@ -212,8 +219,8 @@ class TreeTables:
             slots: [requests].
             refusing: float32 [at least 1]: 0 where all rows attended as their trees say. Else chains alone
                 accept.
-            synthetic: seeds by slot, positions of the rows, and rates by depth of chains and of trees, where
-                chance decides; None where tokens are compared.
+            synthetic: seeds by slot, positions of the rows, rates by depth of chains, and those of trees by
+                draft tokens of a window and depth, where chance decides; None where tokens are compared.
 
         Returns:
             int64 [requests, nodes + 1] with each request's tokens, what follows them not written, and int32
