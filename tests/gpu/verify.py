@@ -107,6 +107,7 @@ def checks(racecheck: Path | None = None) -> list[Step]:
     again = _pytest("triton-engines", *(f"{tests}/test_{name}.py" for name in names))
     steps.append(replace(again, command=("env", "NWOR_TEST_ATTENTION=triton", *again.command)))
     # vLLM's images have FlashInfer, its wheel alone has not: there all of it is skipped, and says why.
+    steps.append(_pytest("adaptive", f"{tests}/test_adaptive.py"))
     flashinfer = _pytest("flashinfer", f"{tests}/test_flashinfer_attn.py")
     steps.append(replace(flashinfer, passed=r"\b[1-9]\d* (passed|skipped)"))
     steps += [
