@@ -1,6 +1,6 @@
 r"""Claim: with vLLM's Triton backend windows are staged where that was asked for, and all is as in `off`.
 
-No GPU has run these tests yet. This runs them, and the engine's tests with Triton in FlashAttention's place:
+This runs them, and the engine's tests with Triton in FlashAttention's place:
 
     NWOR_TEST_ATTENTION=triton python -m pytest -rs -s tests/gpu/test_triton_attn.py \
         tests/gpu/test_engine.py tests/gpu/test_mixed_steps.py tests/gpu/test_features.py \

@@ -42,4 +42,4 @@ class NworFlashInferBackend(ExtendedBackend, FlashInferBackend):
     nwor_impl = NworFlashInferImpl
     nwor_builder = NworFlashInferMetadataBuilder
     nwor_check = staticmethod(check_flashinfer)
-    nwor_untested = "on a GPU"
+    nwor_untested = "on a GPU other than an H200"
