@@ -14,6 +14,8 @@ from nwor.errors import ConfigError
 MOST_NODES = 63
 #: Numbers of nodes that windows may have where trees are larger: the likeliest so many of a tree are a tree.
 SMALLER = (16, 32)
+#: Most rows of a step's trees together where the engine chooses: more are dear on any GPU.
+MOST_ROWS = 1024
 #: Depth where nobody gives one.
 DEFAULT_DEPTH = 6
 #: Most continuations of a node where nobody gives their number.
@@ -63,6 +65,11 @@ class TreeShape:
     def sizes(self) -> tuple[int, ...]:
         """Draft tokens of a window that is a tree, ascending: with many requests fewer than with one."""
         return (*(nodes for nodes in SMALLER if self.depth < nodes < self.nodes), self.nodes)
+
+    @staticmethod
+    def most_requests(drafts: int) -> int:
+        """Return for how many requests the engine may choose trees of so many draft tokens."""
+        return max(1, MOST_ROWS // (drafts + 1))
 
     def is_tree(self, drafts: int) -> bool:
         """Return whether a window of so many draft tokens is a tree; if not, it is a chain."""

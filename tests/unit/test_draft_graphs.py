@@ -18,8 +18,10 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
-from nwor.engine.cuda_graphs.draft import NworDraftGraphManager
+from nwor.config import DraftBounds
+from nwor.engine.cuda_graphs.draft import NworDraftGraphManager, NworDraftPassesManager
 from nwor.engine.cuda_graphs.mixed import descriptors
+from nwor.tree_shape import TreeShape
 
 MIXED = descriptors(32, 4, [0, 1])
 UNIFORM = BatchExecutionDescriptor(CUDAGraphMode.FULL, 20, 4, uniform_token_count=5)
@@ -115,3 +117,28 @@ def test_drafters_of_another_kind_are_left_alone(layer: Any, version: int | None
     assert not adopt(SimpleNamespace(prefill_cudagraph_manager=stock), None, [])  # type: ignore[arg-type]
     assert not adopt(SimpleNamespace(prefill_cudagraph_manager=None), None, [layer])  # type: ignore[arg-type]
     assert not adopt(SimpleNamespace(), None, [layer])  # type: ignore[arg-type]
+
+
+def test_graphs_of_trees_are_for_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Any] = []
+    stock = SpeculatorCudaGraphManager
+    monkeypatch.setattr(stock, "capture", lambda self: captured.append(self._capture_descs))
+    sizes = (1, 8, 16, 24, 32, 64, 128, 512)
+    for tree in (TreeShape.of(60, 8), None):
+        manager = object.__new__(stock)
+        manager._capture_descs = {
+            CUDAGraphMode.FULL: [
+                BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=size)
+                for size in sizes
+            ]
+        }
+        bounds = DraftBounds() if tree is None else DraftBounds().with_tree(tree)
+        assert NworDraftPassesManager.adopt(SimpleNamespace(decode_cudagraph_manager=manager), bounds)
+        manager.capture(specialize_spec_tokens=True)
+        made: dict[int, list[int]] = {}
+        for desc in captured.pop()[CUDAGraphMode.FULL]:
+            made.setdefault(desc.num_speculative_tokens, []).append(desc.num_reqs)
+        chains = {drafts: list(sizes) for drafts in (2, 3, 4, 6, 8)}
+        # 16 requests have 61 rows each, 31 have 33, 60 have 17: the next larger graph holds them.
+        trees = {16: [1, 8, 16, 24, 32, 64], 32: [1, 8, 16, 24, 32], 60: [1, 8, 16]}
+        assert made == chains | (trees if tree is not None else {})

@@ -20,8 +20,10 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
     SpeculatorCudaGraphManager,
 )
 
+from nwor.config import DraftBounds
 from nwor.engine.attention.split_step import SplitStep
 from nwor.engine.cuda_graphs.mixed import MixedGraphs, other_graphs
+from nwor.tree_shape import TreeShape
 
 logger = logging.getLogger("vllm.nwor.draft_graphs")
 
@@ -118,6 +120,11 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
             self.graphs = stock
 
 
+def largest_tree_batch(requests: int, sizes: Sequence[int]) -> int:
+    """Return the size of the graph that a batch of so many requests runs in."""
+    return min((size for size in sizes if size >= requests), default=max(sizes, default=0))
+
+
 class NworDraftPassesManager(SpeculatorCudaGraphManager):
     """vLLM's manager of the drafter's further passes, with graphs of every number that may be chosen.
 
@@ -126,14 +133,15 @@ class NworDraftPassesManager(SpeculatorCudaGraphManager):
 
     _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
     _numbers: Sequence[int]
+    _tree: TreeShape | None
 
     @classmethod
-    def adopt(cls, speculator: Any, numbers: Sequence[int]) -> bool:
+    def adopt(cls, speculator: Any, bounds: DraftBounds) -> bool:
         """Turn a drafter's freshly made manager into this class; return whether it could be.
 
         Args:
             speculator: vLLM's drafter.
-            numbers: of draft tokens.
+            bounds: whose candidates may be chosen.
 
         """
         manager = getattr(speculator, "decode_cudagraph_manager", None)
@@ -141,8 +149,16 @@ class NworDraftPassesManager(SpeculatorCudaGraphManager):
             return False
         manager.__class__ = cls
         assert isinstance(manager, cls)
-        manager._numbers = [number for number in numbers if number > 1]
+        manager._numbers = [number for number in bounds.candidates if number > 1]
+        manager._tree = bounds.tree
         return True
+
+    def _fits(self, desc: BatchExecutionDescriptor, number: int, sizes: Sequence[int]) -> bool:
+        """Return whether batches of that size may have so many draft tokens: trees are for few requests."""
+        if self._tree is None or not self._tree.is_tree(number):
+            return True
+        largest = largest_tree_batch(self._tree.most_requests(number), sizes)
+        return desc.num_reqs is None or desc.num_reqs <= largest
 
     def capture(self, *args: Any, specialize_spec_tokens: bool = False, **kwargs: Any) -> None:
         """Capture one graph for each size and number; where vLLM captures single passes, those."""
@@ -152,6 +168,7 @@ class NworDraftPassesManager(SpeculatorCudaGraphManager):
                     SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=number)
                     for desc in descs
                     for number in sorted(self._numbers, reverse=True)
+                    if self._fits(desc, number, [one.num_reqs or 0 for one in descs])
                 ]
                 for mode, descs in self._capture_descs.items()
             }

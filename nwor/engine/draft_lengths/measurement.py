@@ -177,7 +177,7 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
         requests.begin(count, prompt, room, numbers[0])
         row, before = [], numbers[0]
         for drafts in numbers:
-            if count * (1 + drafts) > runner.max_num_tokens:
+            if count * (1 + drafts) > runner.max_num_tokens or not _is_candidate(bounds, count, drafts):
                 row.append(inf)
                 continue
             requests.step(before, drafts)
@@ -209,6 +209,11 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
     return StepCosts(
         tuple(counts), numbers, without_spikes(table, chains), tuple(rows), tuple(_least_behind(row_seconds))
     )
+
+
+def _is_candidate(bounds: DraftBounds, requests: int, drafts: int) -> bool:
+    tree = bounds.tree
+    return tree is None or not tree.is_tree(drafts) or requests <= tree.most_requests(drafts)
 
 
 def without_spikes(table: Sequence[Sequence[float]], chains: int) -> tuple[tuple[float, ...], ...]:

@@ -14,7 +14,11 @@ from nwor.engine.attention.split_step import MOST_SPLIT_ROWS
 from nwor.engine.attention.staged_attention import layer_cache_views
 from nwor.engine.attention.target_layers import draft_layers, target_layers
 from nwor.engine.cuda_graphs import mixed as mixed_graphs
-from nwor.engine.cuda_graphs.draft import NworDraftGraphManager, NworDraftPassesManager
+from nwor.engine.cuda_graphs.draft import (
+    NworDraftGraphManager,
+    NworDraftPassesManager,
+    largest_tree_batch,
+)
 from nwor.engine.cuda_graphs.stage_graphs import LEAST_GRAPH_BYTES, expected_bytes
 from nwor.engine.cuda_graphs.v2 import NworCudaGraphManager, ProfiledCudaGraphManager, stageable
 from nwor.engine.eligibility import Unsupported, check_engine, check_graphs, memory_is_reused
@@ -53,7 +57,7 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
                 self._nwor_follow()
             bounds = state.config.draft_tokens
             if bounds is not None:
-                NworDraftPassesManager.adopt(self.speculator, bounds.candidates)
+                NworDraftPassesManager.adopt(self.speculator, bounds)
             state.fast_paths.note(
                 fast_paths.apply(
                     state.config, self.speculator, self.rejection_sampler, self.max_num_reqs, self.device
@@ -177,5 +181,8 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             taken += passes * LEAST_GRAPH_BYTES
             if bounds.tree is not None and bounds.tree.kind is TreeKind.GROWN:
                 # A pass has logits of each node that it expands; vLLM measured those of chains.
-                taken += self.max_num_reqs * bounds.tree.width * self.vocab_size * itemsize
+                sizes = [desc.num_tokens for desc in descs]
+                most = largest_tree_batch(bounds.tree.most_requests(bounds.tree.sizes[0]), sizes)
+                requests = min(most, self.max_num_reqs)
+                taken += requests * bounds.tree.width * self.vocab_size * itemsize
         return taken
