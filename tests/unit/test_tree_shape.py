@@ -116,7 +116,10 @@ def test_schedules_say_of_each_batch_what_it_drafts(nodes: int, requests: int | 
     assert all(first <= last for first, last, _ in entries)
     assert entries[-1][1] == most
     assert entries[0][2] == nodes
-    # What is no tree is no deeper than one.
-    assert all(1 <= drafts <= shape.depth for _, _, drafts in entries[1:])
+    # What is no tree is no deeper than one; more requests have less.
+    numbers = [drafts for _, _, drafts in entries]
+    assert all(1 <= drafts <= shape.depth or drafts in shape.sizes for drafts in numbers)
+    assert numbers[1:] == sorted(numbers[1:], reverse=True)
+    assert requests is None or not set(numbers[1:]) & set(shape.sizes[:-1]) - set(range(shape.depth + 1))
     if requests is not None:
         assert entries[0][1] == min(requests, most)
