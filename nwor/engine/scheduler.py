@@ -82,6 +82,10 @@ class NworScheduling(BoundedDrafts, RequestFailures):
         self._nwor_freed = FreedRequests()
         self._nwor_extra: dict[str, dict[str, int]] = {}
         config = NworConfig.from_additional_config(self.vllm_config.additional_config)
+        if config is not None and config.tree is not None:
+            # The drafter writes ahead at most what its passes add; nodes of a tree have no slots there.
+            ahead = self.vllm_config.num_lookahead_tokens
+            self.num_lookahead_tokens = min(ahead, config.tree.depth)
         # Whether another step was under way when the results before came.
         self._nwor_busy = False
         self._nwor_lengths: DraftLengths | None = None

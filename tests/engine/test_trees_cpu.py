@@ -449,6 +449,8 @@ def test_trees_for_few_requests_and_less_for_many(
         done, seen = _watch(llm, plain, lambda: drive(llm, requests[:2], before_step))
     assert done == {str(index): tokens for index, tokens in enumerate(plain.tokens("greedy"))}
     assert seen["branched"] > 0
+    # Nodes have no slots: the drafter writes ahead what its passes add.
+    assert pipeline_runs.core_of(llm).scheduler.num_lookahead_tokens == tree["depth"]
     # Windows with fewer draft tokens than nodes are chains, or parts of trees.
     assert (seen["chains"] if tree is COMB else seen["cut"] - seen["chains"]) > 0
 
