@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from math import isqrt
@@ -193,3 +193,16 @@ def schedule(shape: TreeShape, requests: int | None, most_requests: int) -> list
             entries.append((first, last, drafts))
             first = last + 1
     return entries
+
+
+def tree_batch(requests: int, sizes: Sequence[int] | None) -> int:
+    """Return how many requests a batch of so many has once it is padded for a CUDA graph.
+
+    Args:
+        requests: of the batch.
+        sizes: of the graphs; None where they are not known yet, and then vLLM's are 8 apart.
+
+    """
+    if sizes is None:
+        return -(-requests // 8) * 8
+    return min((size for size in sizes if size >= requests), default=requests)

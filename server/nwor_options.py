@@ -233,7 +233,9 @@ def tree_of(args: argparse.Namespace) -> TreeShape | None:
         for name in ("tree_depth", "tree_width", "tree_kind", "tree_requests"):
             if getattr(args, name) is not None:
                 name = "--" + name.replace("_", "-")
-                raise UsageError(f"{name} is of a tree, and there is none: add --tree-nodes")
+                raise UsageError(
+                    f"{name} says what trees are like that --tree-nodes asks for: add --tree-nodes"
+                )
         default: TreeShape | None = getattr(args, "default_tree", None)
         return default
     if args.tree_requests is not None and args.tree_requests < 1:

@@ -137,6 +137,13 @@ OBJECT_LEDGER = (
         where="nwor.engine.trees.decoding",
     ),
     Patch(
+        target="vllm.v1.worker.gpu.structured_outputs.StructuredOutputsWorker",
+        why="its masks have rows for the longest window of every request: a GiB where windows may be trees",
+        how="its two buffers are made anew, with as many rows as a step can have",
+        removal="when vLLM bounds them by max_num_batched_tokens",
+        where="nwor.engine.trees.decoding",
+    ),
+    Patch(
         target="vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.propose",
         why="the drafter has to read the accepted rows of a tree, and give back the nodes of the next",
         how="on the speculator alone, puts the step's rows in order, calls the original, ranks candidates",

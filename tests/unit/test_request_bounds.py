@@ -249,3 +249,39 @@ def test_the_scheduler_cuts_placeholders_and_drafts(monkeypatch: pytest.MonkeyPa
     for name in ("none", "two"):
         scheduler._free_request(requests[name])
     assert scheduler._nwor_bounds.active == {}
+
+
+def test_a_request_that_needs_chains_beside_trees_has_them_and_no_answer_tells() -> None:
+    bounds = RequestBounds(watch=True)
+    bounds.add("a", None, 6)
+    bounds.add("b", 2, 6)
+    assert [len(bounds.active["a"].cut([0] * drafts)) for drafts in (60, 16, 6, 4, 0)] == [6, 6, 6, 4, 0]
+    assert len(bounds.active["b"].cut([0] * 60)) == 2
+    assert figures(bounds, "a") == figures(RequestBounds(), "a")
+    assert figures(bounds, "b")[0] == 2
+    bounds.end("a")
+    assert set(bounds.active) == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"), [({}, 16), ({"presence_penalty": 0.5}, 6), ({"bad_words": ["no"]}, 6)]
+)
+def test_the_scheduler_bounds_requests_that_need_chains(
+    params: dict[str, Any], kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    monkeypatch.setattr(Scheduler, "__init__", lambda self, config: setattr(self, "vllm_config", config))
+    monkeypatch.setattr(Scheduler, "add_request", lambda self, request: None)
+    config = SimpleNamespace(
+        additional_config={"nwor": {"tree": {"nodes": 16, "depth": 6}}},
+        model_config=SimpleNamespace(logits_processors=None),
+    )
+    scheduler = type("Bounded", (BoundedDrafts, Scheduler), {})(config)
+    request = SimpleNamespace(
+        request_id="a", sampling_params=SamplingParams(**params), spec_token_ids=[0] * 16
+    )
+    scheduler.add_request(request)
+    scheduler.requests = {"a": request}
+    scheduler._nwor_cut({"a"})
+    assert len(request.spec_token_ids) == kept

@@ -290,11 +290,11 @@ def test_a_tree_in_additional_config_is_taken() -> None:
         (("--tree-nodes", "1"), "a tree of 1 nodes: 2 to 63 are possible"),
         (("--tree-nodes", "16", "--tree-depth", "2", "--tree-width", "2"), "make it wider or deeper"),
         (("--tree-nodes", "16", "--tree-width", "0"), "candidates"),
-        (("--tree-depth", "4"), "--tree-depth is of a tree, and there is none: add --tree-nodes"),
-        (("--tree-width", "4"), "--tree-width is of a tree, and there is none: add --tree-nodes"),
-        (("--tree-requests", "4"), "--tree-requests is of a tree, and there is none: add --tree-nodes"),
+        (("--tree-depth", "4"), "--tree-depth says what trees are like that --tree-nodes asks for"),
+        (("--tree-width", "4"), "--tree-width says what trees are like that --tree-nodes asks for"),
+        (("--tree-requests", "4"), "--tree-requests says what trees are like that --tree-nodes asks for"),
         (("--tree-nodes", "16", "--tree-requests", "0"), "give 1 or more"),
-        (("--tree-kind", "comb"), "--tree-kind is of a tree, and there is none: add --tree-nodes"),
+        (("--tree-kind", "comb"), "--tree-kind says what trees are like that --tree-nodes asks for"),
     ],
 )
 def test_trees_are_refused_where_they_cannot_be(flags: tuple[str, ...], words: str) -> None:

@@ -7,6 +7,7 @@ texts that change; windows that are parts of trees; bounds that leave trees out 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -169,7 +170,11 @@ def test_bounds_below_its_nodes_leave_trees_out() -> None:
         lengths.follow(facts)
         assert lengths[1] <= 6
     lengths.follow(WorkerFacts("stage", 1, 1, None, settle(BOUNDS, "16")))
-    assert lengths[300] == 16
+    assert lengths[60] == 16
+    # Trees of so many requests have no graphs.
+    assert lengths[300] == SHAPE.depth
+    lengths.follow(WorkerFacts("stage", 1, 1, None, settle(BOUNDS, "auto:16-16")))
+    assert lengths[300] == SHAPE.depth
     lengths.follow(WorkerFacts("stage", 1, 1, None, settle(BOUNDS, "auto")))
     for _ in range(400):
         number = lengths[1]
@@ -180,6 +185,48 @@ def test_bounds_below_its_nodes_leave_trees_out() -> None:
     assert {nodes: len(seen) for nodes, seen in explained["tree_acceptance"].items()} == {"16": SHAPE.depth}
     with pytest.raises(ConfigError, match="no CUDA graphs"):
         settle(BOUNDS, "8")
+
+
+def test_what_is_tried_with_few_requests_is_not_tried_with_many() -> None:
+    """A load that jumps while a tree is tried ends the trial."""
+    policy = _policy()
+    for _ in range(4000):
+        number = policy.choose(2)
+        policy.observe(number, _accepted(np.random.default_rng(0), number, 2, 0.97, 0.3))
+        if number == 16 and policy.chosen != 16:
+            break
+    else:
+        pytest.fail("no tree was tried")
+    assert policy.choose(200) == policy.chosen != 16
+
+
+def test_trees_have_at_most_so_many_rows_whatever_was_measured() -> None:
+    """A measurement that ends early has no larger batch that says so."""
+    numbers = BOUNDS.candidates
+    policy = DraftLengthPolicy(BOUNDS)
+    policy.take_costs(StepCosts((1, 4), numbers, ((0.005,) * len(numbers),) * 2))
+    for _ in range(2 * policies.PROBE_EVERY):
+        number = policy.choose(61)
+        assert number != 16
+        policy.observe(number, np.full(61, number, np.int32))
+    assert any(policy.choose(60) == 16 for _ in range(2 * policies.PROBE_EVERY))
+
+
+def test_steps_with_bounded_windows_say_nothing_of_costs() -> None:
+    lengths = DraftLengths(BOUNDS)
+    lengths.take_costs(_costs())
+    seen: list[float] = []
+    lengths.policy.observe_step = lambda *given: seen.append(given[-1])  # type: ignore[method-assign]
+    for drafts in ([16, 16], [16, 1], [16, 16, 16, 1], [16, 4, 1]):
+        windows = {str(place): [0] * count for place, count in enumerate(drafts)}
+        scheduled = SimpleNamespace(
+            scheduled_spec_decode_tokens=windows,
+            num_scheduled_tokens=windows,
+            num_spec_tokens_to_schedule=16,
+            total_num_scheduled_tokens=sum(drafts) + len(drafts),
+        )
+        lengths.observe_step(scheduled, len(drafts), busy=True)
+    assert [seconds > 0 for seconds in seen] == [True, False, True, False]
 
 
 def test_windows_that_were_not_attended_as_trees_say_nothing_of_them() -> None:

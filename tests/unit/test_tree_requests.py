@@ -153,7 +153,7 @@ def test_the_ledger_names_what_trees_exchange(kind: TreeKind, monkeypatch: pytes
     shape = TreeShape.of(8, 4, kind=kind)
     candidates = SimpleNamespace(window=12) if kind is TreeKind.GROWN else None
     first = torch.zeros(2, 9)
-    tables: Any = SimpleNamespace(shape=shape, path=first, candidates=candidates)
+    tables: Any = SimpleNamespace(shape=shape, path=first, candidates=candidates, most_requests=2)
     runner, speculator = _Stock(), _Stock()
     given = {"model_config": SimpleNamespace(logits_processors=None), "speculator": speculator}
     vars(runner).update(given)
@@ -167,4 +167,22 @@ def test_the_ledger_names_what_trees_exchange(kind: TreeKind, monkeypatch: pytes
     # Made anew, out of memory that sleeping may empty.
     assert tables.path.data_ptr() != first.data_ptr()
     # Of what the runner holds the ledger names the class.
-    assert _listed("nwor.engine.trees.decoding") == {"RejectionSampler"}
+    assert _listed("nwor.engine.trees.decoding") == {"RejectionSampler", "StructuredOutputsWorker"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "stride", "kept"), [(64, 24, None, 24), (64, 24, 17, 64), (8, 24, None, 8)]
+)
+def test_masks_of_a_grammar_have_the_rows_of_a_step(
+    rows: int, tokens: int, stride: int | None, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "mask_stride", lambda config: stride)
+    worker = SimpleNamespace(
+        logits_indices=torch.zeros(rows, dtype=torch.int32),
+        grammar_bitmask=torch.zeros(rows, 3, dtype=torch.int32),
+    )
+    runner = SimpleNamespace(structured_outputs_worker=worker, max_num_tokens=tokens, vllm_config=None)
+    decoding._shrink_bitmask(runner)
+    assert worker.logits_indices.shape == (kept,)
+    assert worker.grammar_bitmask.shape == (kept, 3)
+    decoding._shrink_bitmask(SimpleNamespace())  # ranks that do not sample have none

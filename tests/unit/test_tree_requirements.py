@@ -14,10 +14,18 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config.compilation import CUDAGraphMode
+
 from nwor.config import DraftBounds, NworConfig
 from nwor.engine.patches import choose_worker
 from nwor.engine.trees import known_sources
-from nwor.engine.trees.requirements import CHAIN_REASONS, check_engine, needs_chain, why_not
+from nwor.engine.trees.requirements import (
+    CHAIN_REASONS,
+    check_engine,
+    most_requests,
+    needs_chain,
+    why_not,
+)
 from nwor.errors import ConfigError
 
 TREE = {"nodes": 16, "depth": 6, "width": 4}
@@ -35,7 +43,7 @@ def _engine(tree: dict[str, Any] | None = None, **nwor: Any) -> Any:
             draft_sample_method="greedy",
             rejection_sample_method="standard",
             enable_adaptive_verification=False,
-            draft_model_config=SimpleNamespace(use_mla=False),
+            draft_model_config=SimpleNamespace(use_mla=False, get_head_size=lambda: 64),
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
@@ -44,8 +52,18 @@ def _engine(tree: dict[str, Any] | None = None, **nwor: Any) -> Any:
             worker_cls="vllm.v1.worker.gpu_worker.Worker",
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=2048, scheduler_cls=None),
-        attention_config=SimpleNamespace(backend=None),
-        model_config=SimpleNamespace(uses_mrope=False, uses_xdrope_dim=0, return_sampling_mask=False),
+        attention_config=SimpleNamespace(backend=None, flash_attn_version=None),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(cudagraph_mode=None, cudagraph_capture_sizes=None),
+        model_config=SimpleNamespace(
+            uses_mrope=False,
+            uses_xdrope_dim=0,
+            return_sampling_mask=False,
+            enforce_eager=False,
+            is_multimodal_model=False,
+            enable_prompt_embeds=False,
+            get_head_size=lambda: 128,
+        ),
         watermark_config=None,
         additional_config={"nwor": {"tree": tree or TREE, **nwor}},
     )
@@ -60,8 +78,11 @@ def _config(engine: Any) -> NworConfig:
 def _set(engine: Any, path: str, value: Any) -> None:
     *owners, name = path.split(".")
     for owner in owners:
-        engine = getattr(engine, owner)
-    setattr(engine, name, value)
+        engine = engine[owner] if isinstance(engine, dict) else getattr(engine, owner)
+    if isinstance(engine, dict):
+        engine[name] = value
+    else:
+        setattr(engine, name, value)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -184,12 +205,20 @@ def test_structured_outputs_need_chains_and_pooling_none() -> None:
     [
         ("use_v2_model_runner", False, "model runner V2"),
         ("model_config.uses_mrope", True, "M-RoPE"),
-        ("scheduler_config.max_num_seqs", 513, r"2052 rows \(513 requests\)"),
+        ("scheduler_config.max_num_batched_tokens", 128, r"256 rows \(64 requests\)"),
         ("attention_config.backend", SimpleNamespace(name="TRITON_ATTN"), "attention backend TRITON_ATTN"),
         ("attention_config.backend", "FLASHINFER", "attention backend FLASHINFER"),
+        ("attention_config.flash_attn_version", 2, "FlashAttention 3"),
         ("speculative_config.draft_model_config.use_mla", True, "MLA"),
-        ("capability", (10, 0), "compute capability 10.0"),
-        ("capability", (7, 5), "compute capability 7.5"),
+        ("speculative_config.draft_model_config.get_head_size", lambda: 80, "heads of size 80"),
+        ("cache_config.cache_dtype", "fp8_e5m2", "fp8_e5m2"),
+        ("compilation_config.cudagraph_mode", CUDAGraphMode.PIECEWISE, "full CUDA graphs are off"),
+        ("model_config.enforce_eager", True, "full CUDA graphs are off"),
+        ("model_config.is_multimodal_model", True, "embeddings"),
+        ("additional_config.nwor.mixed_graph_rows", 0, "mixed_graph_rows is 0"),
+        ("additional_config.nwor.attention_backends", ["triton"], "not among the attention backends"),
+        ("capability", (10, 0), "this one has 10.0"),
+        ("capability", (8, 0), "this one has 8.0"),
     ],
 )
 @pytest.mark.parametrize("bounds", ["auto:0-16", None])
@@ -235,3 +264,36 @@ def test_where_trees_are_not_required_chains_are_drafted(
         assert speculative.num_speculative_tokens_per_batch_size == DraftBounds().schedule
     choose_worker(engine)  # once more, for a copy of the configuration
     assert len(caplog.records) == 1
+
+
+def test_bounds_stay_where_trees_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _engine(tree_required=False, draft_tokens="auto:2-16")
+    engine.use_v2_model_runner = False
+    choose_worker(engine)
+    assert _config(engine).draft_tokens == DraftBounds(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_requests", "sizes", "most"),
+    [
+        # Trees of 16 nodes have 1024 rows with 60 requests, which run in a graph of 64.
+        ({"draft_tokens": "auto"}, [(1, 1, 0), (2, 2, 4)], None, 64),
+        ({"draft_tokens": "auto"}, [(1, 1, 0), (2, 2, 4)], [1, 2, 4, 8, 16, 48, 72], 72),
+        ({"draft_tokens": "auto"}, [(1, 1, 0), (2, 2, 4)], [1, 2, 4, 8], 60),
+        ({}, None, None, 1024),
+        ({}, [(1, 11, 16), (12, 48, 4), (49, 1024, 2)], None, 16),
+        # vLLM goes on with what an entry says up to the next one.
+        ({}, [(1, 11, 16), (20, 48, 4)], None, 24),
+        ({}, [(1, 11, 4), (12, 20, 16)], None, 1024),
+    ],
+)
+def test_the_largest_batch_that_has_trees(
+    settings: dict[str, Any], by_requests: Any, sizes: list[int] | None, most: int
+) -> None:
+    engine = _engine(**settings)
+    engine.scheduler_config.max_num_seqs = 1024
+    engine.compilation_config.cudagraph_capture_sizes = sizes
+    engine.speculative_config.num_speculative_tokens_per_batch_size = by_requests
+    assert most_requests(engine, _config(engine)) == most
+    engine.scheduler_config.max_num_seqs = 5
+    assert most_requests(engine, _config(engine)) == 5

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
 from nwor.config import DraftBounds
 from nwor.engine.attention.split_step import SplitStep
 from nwor.engine.cuda_graphs.mixed import MixedGraphs, other_graphs
-from nwor.tree_shape import TreeShape
+from nwor.tree_shape import TreeShape, tree_batch
 
 logger = logging.getLogger("vllm.nwor.draft_graphs")
 
@@ -120,11 +120,6 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
             self.graphs = stock
 
 
-def largest_tree_batch(requests: int, sizes: Sequence[int]) -> int:
-    """Return the size of the graph that a batch of so many requests runs in."""
-    return min((size for size in sizes if size >= requests), default=max(sizes, default=0))
-
-
 class NworDraftPassesManager(SpeculatorCudaGraphManager):
     """vLLM's manager of the drafter's further passes, with graphs of every number that may be chosen.
 
@@ -157,7 +152,7 @@ class NworDraftPassesManager(SpeculatorCudaGraphManager):
         """Return whether batches of that size may have so many draft tokens: trees are for few requests."""
         if self._tree is None or not self._tree.is_tree(number):
             return True
-        largest = largest_tree_batch(self._tree.most_requests(number), sizes)
+        largest = tree_batch(self._tree.most_requests(number), sizes)
         return desc.num_reqs is None or desc.num_reqs <= largest
 
     def capture(self, *args: Any, specialize_spec_tokens: bool = False, **kwargs: Any) -> None:

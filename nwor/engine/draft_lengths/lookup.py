@@ -21,6 +21,8 @@ from nwor.tree_shape import schedule
 
 #: Steps whose windows may wait to be taken in.
 MOST_WAITING = 16
+#: A step shows what so many drafts of each request cost if at least this share of them was verified.
+MOST_MADE = 0.75
 _INT32 = np.dtype(np.int32)
 
 
@@ -47,6 +49,7 @@ class DraftLengths:
         self.steps: Counter[int] = Counter()
         self._started = started
         self._longest_chain = started.most if started.tree is None else started.tree.depth
+        self._tree = started.tree
         self._fixed: int | None = started.fixed
         #: Trees for few requests and chains for more, where costs are not known.
         self._schedule = []
@@ -66,6 +69,9 @@ class DraftLengths:
             chosen = self.policy.nearest(chosen)
         else:
             chosen = self.policy.choose(requests) if self._fixed is None else self._fixed
+        tree = self._tree
+        if tree is not None and tree.is_tree(chosen) and requests > tree.most_requests(chosen):
+            chosen = tree.depth  # the number is fixed, or within bounds of trees alone
         self.steps[chosen] += 1
         # A step that tries whether drafts would be accepted again ends nothing.
         if self._by_requests or (self.policy.chosen if self._fixed is None else self._fixed):
@@ -156,8 +162,8 @@ class DraftLengths:
         longest = max(map(len, drafts.values()), default=0)
         rows = scheduled.total_num_scheduled_tokens
         prompt = rows - requests - sum(map(len, drafts.values()))
-        if longest != made:
-            seconds = 0.0  # the number has just changed
+        if longest != made or sum(map(len, drafts.values())) < MOST_MADE * made * len(drafts):
+            seconds = 0.0  # the number has just changed, or windows of requests are bounded
         self.policy.observe_step(requests, longest, prompt, tokens, seconds)
 
     def drain(self) -> dict[int, int]:

@@ -35,6 +35,8 @@ SETTLE, STEPS = 1, 3
 #: device does makes steps longer, and may take a second.
 TIMES = 2
 _CONTEXT = 16
+#: Tokens that requests may grow by where there is room: enough for chains of all numbers.
+_ROOM = 160
 
 
 class NoRoomError(Exception):
@@ -149,19 +151,26 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
     began = time.perf_counter()
     requests = _Requests(worker, _warmup_block_counter(runner))
     numbers = bounds.candidates
-    prompt = bounds.most + _CONTEXT
-    room = sum((SETTLE + STEPS + 1) * (drafts + 1) for drafts in numbers)
     blocks = runner.kv_cache_config.num_blocks - 1
-    if prompt + room > runner.max_model_len or prompt > runner.max_num_tokens:
+    fitting = [
+        drafts
+        for drafts in numbers
+        if sum(sequence_of(drafts)) <= runner.max_model_len
+        and sequence_of(drafts)[0] <= runner.max_num_tokens
+        and requests.blocks(1, sum(sequence_of(drafts))) <= blocks
+    ]
+    if not fitting:
         raise NoRoomError(
-            f"sequences of {runner.max_model_len} tokens, {runner.max_num_tokens} in a step, have no room "
-            f"for the measurement's, of {prompt + room}"
+            f"sequences of {runner.max_model_len} tokens, {runner.max_num_tokens} in a step, {blocks} blocks "
+            f"have no room for the measurement's, of {sum(sequence_of(numbers[0]))} tokens"
         )
-    if requests.blocks(1, prompt + room) > blocks:
-        raise NoRoomError(f"{blocks} blocks have no room for a sequence of {prompt + room} tokens")
+    prompt, room = sequence_of(fitting[-1])
+    wider = min(_ROOM, runner.max_model_len - prompt)
+    if requests.blocks(1, prompt + wider) <= blocks:
+        room = max(room, wider)
     counts = [
         count
-        for count in (REQUESTS_CPU if cpu else REQUESTS)
+        for count in sorted({*(REQUESTS_CPU if cpu else REQUESTS), *_largest_batches(bounds)})
         if count <= runner.max_num_reqs
         and count * (1 + numbers[0]) <= runner.max_num_tokens
         and requests.blocks(count, prompt + room) <= blocks
@@ -174,12 +183,20 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
     ]
 
     def windows(count: int) -> list[float]:
-        requests.begin(count, prompt, room, numbers[0])
-        row, before = [], numbers[0]
+        row, before, left = [], numbers[0], 0
         for drafts in numbers:
-            if count * (1 + drafts) > runner.max_num_tokens or not _is_candidate(bounds, count, drafts):
+            if (
+                drafts not in fitting
+                or count * (1 + drafts) > runner.max_num_tokens
+                or not _is_candidate(bounds, count, drafts)
+            ):
                 row.append(inf)
                 continue
+            needed = (SETTLE + STEPS + 1) * (1 + drafts)
+            if left < needed:
+                requests.begin(count, prompt, room, drafts)
+                before, left = drafts, room
+            left -= needed
             requests.step(before, drafts)
             for _ in range(SETTLE):
                 requests.step(drafts, drafts)
@@ -209,6 +226,16 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
     return StepCosts(
         tuple(counts), numbers, without_spikes(table, chains), tuple(rows), tuple(_least_behind(row_seconds))
     )
+
+
+def sequence_of(drafts: int) -> tuple[int, int]:
+    """Return the prompt that a measurement of so many draft tokens begins with, and what it grows by."""
+    return drafts + _CONTEXT, (SETTLE + STEPS + 1) * (1 + drafts)
+
+
+def _largest_batches(bounds: DraftBounds) -> set[int]:
+    """Return the most requests for which trees of each size may be chosen."""
+    return set() if bounds.tree is None else {bounds.tree.most_requests(k) for k in bounds.tree.sizes}
 
 
 def _is_candidate(bounds: DraftBounds, requests: int, drafts: int) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import accumulate
-from math import isfinite
+from math import inf, isfinite
 from operator import mul
 from typing import Any
 
@@ -72,7 +72,7 @@ class DraftLengthPolicy:
         started = started or bounds
         self._all = started.candidates
         self.acceptance = AcceptanceEstimate(started.most)
-        shape = started.tree
+        self._shape = shape = started.tree
         #: Draft tokens of windows that are trees, ascending.
         self.trees = () if shape is None else tuple(k for k in self._all if shape.is_tree(k))
         self._depth = 0 if shape is None else shape.depth
@@ -85,6 +85,7 @@ class DraftLengthPolicy:
         self._looked_at = 0
         self._until_look = self._until_probe = 0
         self._probing = self.chosen
+        self._probed_with = 0
         # By the place of the number of requests in the measurement, and candidate: times tried, last step.
         self._tries: dict[tuple[int, int], int] = {}
         self._tried_at: dict[tuple[int, int], int] = {}
@@ -127,7 +128,11 @@ class DraftLengthPolicy:
         if self._until_probe > 0:
             return self.chosen
         if self._until_probe == 0:
-            self._probing = self._probe(requests)
+            self._probing, self._probed_with = self._probe(requests), requests
+        elif abs(requests - self._probed_with) > LOOK_CHANGE * self._probed_with:
+            # What was worth a try with so many requests may be far too dear now.
+            self._until_probe = FIRST_PROBES_EVERY
+            return self.chosen
         # Few requests tell little in a step.
         if -self._until_probe + 1 >= max(PROBE_STEPS, -(-PROBE_WINDOWS // requests)):
             untried = any(self._is_untried(requests, k) for k in self._worth_trying(requests))
@@ -229,6 +234,9 @@ class DraftLengthPolicy:
     def _cost(self, requests: int, drafts: int, tokens: float, hope: float = 1.0) -> float:
         """Return the seconds of a token, were a step's seconds ``hope`` times those that are known."""
         assert self.times is not None
+        shape = self._shape
+        if drafts in self.trees and shape is not None and requests > shape.most_requests(drafts):
+            return inf  # there are no graphs of that
         cost = hope * self.times.step(requests, drafts) / (requests * tokens)
         if self._prompts and self._tokens:
             rows = requests * (drafts + 1)

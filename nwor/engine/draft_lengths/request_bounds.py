@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 
 from nwor.config import NworConfig
 from nwor.engine.stats.figures import RequestFigures
+from nwor.engine.trees.requirements import needs_chain
 
 logger = logging.getLogger("vllm.nwor.scheduler")
 
@@ -48,6 +49,7 @@ class _Bound:
 
     Attributes:
         asked: most drafts of a window, as the request wants it; None where it wants nothing.
+        chain: most drafts of a window that has to be a chain though others are trees; None for no such.
         stopped: whether it drafts no longer, for want of accepted drafts.
         ever_stopped: whether it was at any time.
         waited: steps since its latest probing window.
@@ -58,6 +60,7 @@ class _Bound:
     """
 
     asked: int | None = None
+    chain: int | None = None
     stopped: bool = False
     ever_stopped: bool = False
     waited: int = 0
@@ -68,11 +71,18 @@ class _Bound:
     @property
     def bounds(self) -> bool:
         """Whether anything is bounded now."""
-        return self.stopped or self.asked is not None
+        return self.stopped or self.asked is not None or self.chain is not None
+
+    @property
+    def told(self) -> bool:
+        """Whether answers tell of it: what no window of a chain can have is no bound."""
+        return self.ever_stopped or self.asked is not None
 
     def cut(self, drafts: list[int]) -> list[int]:
         """Return those of a step's drafts that the next window takes; to be called once a step."""
         most = len(drafts) if self.asked is None else self.asked
+        if self.chain is not None:
+            most = min(most, self.chain)
         if self.stopped:
             self.waited += 1
             probes = self.trial > 0 or self.waited >= PROBE_EVERY
@@ -130,19 +140,20 @@ class RequestBounds:
             bound.stopped = False
             self._settle(request_id, bound)
 
-    def add(self, request_id: str, asked: int | None) -> None:
+    def add(self, request_id: str, asked: int | None, chain: int | None = None) -> None:
         """Take in a request, or what it asks for from now on.
 
         Args:
             request_id: its id.
             asked: most drafts of its windows; None where it wants no bound.
+            chain: likewise, where they have to be chains; None where they may be trees, or none are.
 
         """
         bound = self._bounds.get(request_id)
-        if bound is None and asked is not None:
+        if bound is None and (asked is not None or chain is not None):
             bound = self._bounds[request_id] = _Bound()
         if bound is not None:
-            bound.asked = asked
+            bound.asked, bound.chain = asked, chain
             self._settle(request_id, bound)
         if asked != 0 and request_id not in self._rows:
             if not self._unused:
@@ -201,7 +212,7 @@ class RequestBounds:
     def enter(self, request_id: str, figures: RequestFigures) -> None:
         """Put a request's bound into its figures."""
         bound = self._bounds.get(request_id)
-        if bound is None:
+        if bound is None or not bound.told:
             return
         figures.nwor_max_draft_tokens = 0 if bound.stopped else bound.asked
         figures.nwor_steps_without_drafts = bound.skipped
@@ -229,11 +240,18 @@ class BoundedDrafts(Scheduler):
         config = NworConfig.from_additional_config(self.vllm_config.additional_config)
         self._nwor_watches = config is not None and config.draft_tokens is not None
         self._nwor_bounds = RequestBounds(self._nwor_watches)
+        self._nwor_tree = None if config is None else config.tree
+        self._nwor_processors = self._nwor_tree is not None and bool(
+            self.vllm_config.model_config.logits_processors
+        )
 
     def add_request(self, request: Request) -> None:
         """Take in a request."""
         super().add_request(request)
-        self._nwor_bounds.add(request.request_id, asked_bound(request))
+        chain = None
+        if self._nwor_tree is not None and needs_chain(request.sampling_params, self._nwor_processors):
+            chain = self._nwor_tree.depth
+        self._nwor_bounds.add(request.request_id, asked_bound(request), chain)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._nwor_bounds.end(request.request_id)

@@ -17,7 +17,6 @@ from nwor.engine.cuda_graphs import mixed as mixed_graphs
 from nwor.engine.cuda_graphs.draft import (
     NworDraftGraphManager,
     NworDraftPassesManager,
-    largest_tree_batch,
 )
 from nwor.engine.cuda_graphs.stage_graphs import LEAST_GRAPH_BYTES, expected_bytes
 from nwor.engine.cuda_graphs.v2 import NworCudaGraphManager, ProfiledCudaGraphManager, stageable
@@ -25,7 +24,6 @@ from nwor.engine.eligibility import Unsupported, check_engine, check_graphs, mem
 from nwor.engine.fastpath import worker as fast_paths
 from nwor.engine.model_runner.v2 import NworRunnerV2
 from nwor.modes import Mode
-from nwor.tree_shape import TreeKind
 
 logger = logging.getLogger("vllm.nwor.runner")
 
@@ -179,10 +177,6 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             taken += expected_bytes(windows, samples, 0)
             passes = len(bounds.candidates) * len(manager._capture_descs.get(CUDAGraphMode.FULL, []))
             taken += passes * LEAST_GRAPH_BYTES
-            if bounds.tree is not None and bounds.tree.kind is TreeKind.GROWN:
-                # A pass has logits of each node that it expands; vLLM measured those of chains.
-                sizes = [desc.num_tokens for desc in descs]
-                most = largest_tree_batch(bounds.tree.most_requests(bounds.tree.sizes[0]), sizes)
-                requests = min(most, self.max_num_reqs)
-                taken += requests * bounds.tree.width * self.vocab_size * itemsize
+        if self._nwor_trees is not None:
+            taken += self._nwor_trees.expected_bytes(graphs_measured=bounds is None)
         return taken

@@ -69,6 +69,7 @@ class GuardedGrammars(StructuredOutputManager):
     ) -> npt.NDArray[np.int32] | None:
         """Return the step's masks; a request whose grammar fails may take any token, and ends."""
         ids = structured_output_request_ids
+        self._nwor_allocate()
         try:
             masks = super().grammar_bitmask(requests, ids, scheduled_spec_decode_tokens)
         except Exception:
@@ -83,6 +84,17 @@ class GuardedGrammars(StructuredOutputManager):
                     _take_out(masks[row : row + rows], control)
                 row += stride or rows
         return masks
+
+    def _nwor_allocate(self) -> None:
+        """Allocate masks of as many rows as a step can have, where vLLM would for trees of all requests."""
+        known = getattr(self, "_grammar_bitmask", None) is not None
+        if known or self.backend is None or mask_stride(self.vllm_config) is not None:
+            return
+        scheduler = self.vllm_config.scheduler_config
+        rows = scheduler.max_num_seqs * (1 + self.vllm_config.num_speculative_tokens)
+        self._grammar_bitmask = self.backend.allocate_token_bitmask(
+            min(rows, scheduler.max_num_batched_tokens)
+        )
 
     def _one_by_one(self, requests: Any, ids: list[str], drafts: Any) -> npt.NDArray[np.int32] | None:
         parts = []

@@ -12,10 +12,11 @@ from nwor.config import NworConfig
 from nwor.engine.attention.target_layers import draft_layers
 from nwor.engine.trees import known_sources
 from nwor.engine.trees.agreement import Agreement
-from nwor.engine.trees.requirements import check_engine, needs_chain
+from nwor.engine.trees.requirements import check_engine, most_requests, needs_chain
 from nwor.engine.trees.sampler import TreeSampler
 from nwor.engine.trees.speculator import TreeDrafts
 from nwor.engine.trees.tables import TreeTables
+from nwor.engine.vllm_features import mask_stride
 
 if TYPE_CHECKING:
     from nwor.engine.window_manager import WindowManager
@@ -39,6 +40,7 @@ class TreeDecoding:
 
     def __init__(self, runner: Any, tables: TreeTables, rates: Sequence[Sequence[float]] = ()) -> None:
         self.tables = tables
+        self._runner = runner
         if rates:
             tables.assume_probabilities()
         self.chains: dict[str, int] = {}
@@ -68,7 +70,9 @@ class TreeDecoding:
         check_engine(runner.vllm_config, config)
         known_sources.check()
         shape = config.tree
-        tables = TreeTables(shape, runner.max_num_reqs, runner.max_num_tokens, runner.device)
+        most = most_requests(runner.vllm_config, config)
+        tables = TreeTables(shape, runner.max_num_reqs, runner.max_num_tokens, runner.device, most)
+        _shrink_bitmask(runner)
         logger.info(
             "Windows are trees (%s): %d nodes, %d deep, %d wide",
             shape.kind,
@@ -96,6 +100,16 @@ class TreeDecoding:
         windows.use_trees(self.tables)
         if self._drafts.growth is not None:
             self._drafts.growth.attach(draft_layers(runner), runner.nwor_cache_views)
+
+    def expected_bytes(self, graphs_measured: bool) -> int:
+        """Return the memory that :meth:`attach` and graphs of the drafter's passes will take.
+
+        Args:
+            graphs_measured: whether those graphs are among the ones that vLLM measures.
+
+        """
+        growth = self._drafts.growth
+        return 0 if growth is None else growth.expected_bytes(draft_layers(self._runner), graphs_measured)
 
     def _refusing_now(self) -> torch.Tensor:
         attended = self._windows is not None and self._windows.attends_trees
@@ -165,3 +179,18 @@ def _make_anew(owner: object) -> None:
             held[name] = value.clone()
         elif isinstance(value, (list, tuple)) and value and all(isinstance(x, torch.Tensor) for x in value):
             held[name] = type(value)(x.clone() for x in value)
+
+
+def _shrink_bitmask(runner: Any) -> None:
+    """Give what a grammar allows as many rows as a step can have, not those of a tree for every request.
+
+    With 1024 requests, trees of 60 nodes and 128k tokens vLLM's own would take a GiB of the device.
+    """
+    stock = getattr(runner, "structured_outputs_worker", None)
+    if stock is None or len(stock.logits_indices) <= runner.max_num_tokens:
+        return
+    if mask_stride(runner.vllm_config) is not None:
+        return  # each request then has as many rows, whatever it has drafts
+    rows = runner.max_num_tokens
+    stock.logits_indices = torch.zeros_like(stock.logits_indices[:rows])
+    stock.grammar_bitmask = torch.zeros_like(stock.grammar_bitmask[:rows])

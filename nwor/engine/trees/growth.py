@@ -35,7 +35,7 @@ class TreeGrowth:
         self._tables = tables
         self._candidates = candidates = tables.candidates
         self._windows: list[DraftWindow] = []
-        requests, device = speculator.max_num_reqs, speculator.device
+        requests, device = tables.most_requests, speculator.device
         self._starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * candidates.window
         self._pass = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -50,17 +50,37 @@ class TreeGrowth:
         if not all(hasattr(layer.impl, "nwor_draft_window") for layer in layers):
             raise ConfigError(
                 "trees of draft tokens are not possible here: NWOR does not extend the drafter's attention "
-                "backend; choose another (--attention-backend), or drop --tree-nodes"
+                "backend; choose another (--attention-backend), or draft chains (--num-speculative-tokens "
+                "auto:0-8, and no --tree-nodes)"
             )
         self._windows = []
         if candidates.window:
             dtype = speculator.vllm_config.model_config.dtype
             self._windows = draft_window.attach(
-                layers, cache_views, dtype, speculator.device, candidates.window, speculator.max_num_reqs
+                layers, cache_views, dtype, speculator.device, candidates.window, self._tables.most_requests
             )
 
+    def expected_bytes(self, layers: list[Any], graphs_measured: bool) -> int:
+        """Return the memory of the drafter's windows and passes that vLLM does not measure.
+
+        Args:
+            layers: the drafter's.
+            graphs_measured: whether graphs of these passes are among those that vLLM measures.
+
+        """
+        speculator, requests = self._speculator, self._tables.most_requests
+        itemsize = speculator.vllm_config.model_config.dtype.itemsize
+        rows = requests * self._candidates.window
+        # Keys and values of a window, what is attended, and queries.
+        elements = sum(
+            2 * (layer.impl.num_kv_heads + layer.impl.num_heads) * layer.impl.head_size for layer in layers
+        )
+        # A pass has logits of each node that it expands.
+        logits = 0 if graphs_measured else requests * self._candidates.shape.width * speculator.vocab_size
+        return int((rows * elements + logits) * itemsize)
+
     def note_first(self, logits: torch.Tensor) -> torch.Tensor:
-        """Take in what the drafter's first pass says.
+        """Take in what the drafter's first pass says; of a batch too large for trees nothing is kept.
 
         Args:
             logits: [requests, V].
@@ -69,6 +89,8 @@ class TreeGrowth:
             int64 [requests], the likeliest tokens.
 
         """
+        if logits.shape[0] > len(self._candidates.tokens):
+            return logits.argmax(dim=-1)
         return self._note(logits)
 
     def _note(self, logits: torch.Tensor) -> torch.Tensor:

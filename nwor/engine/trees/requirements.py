@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import Any
 
 from nwor.config import CONFIG_KEY, DraftBounds, NworConfig
+from nwor.engine.attention.choice import resolved
 from nwor.errors import ConfigError
 from nwor.modes import Mode
-from nwor.tree_shape import TreeKind
+from nwor.ops.attention import CUDA_HEAD_SIZES
+from nwor.tree_shape import TreeKind, tree_batch
 
 logger = logging.getLogger("vllm.nwor.trees")
-
-#: Major compute capabilities of GPUs on which attention that NWOR extends is vLLM's own choice.
-_CAPABILITIES = (8, 9)
 
 #: Draft methods whose passes leave runners-up that a comb can be made of.
 METHODS = ("eagle", "eagle3")
@@ -47,7 +47,9 @@ def settle(vllm_config: Any, config: NworConfig) -> None:
         known_sources.check()
         if config.tree_required:
             return
-        reason = _attention_why_not(vllm_config)
+        reason = _why_never_chosen(vllm_config, config)
+        if reason is not None:
+            reason = f"trees of draft tokens would never be chosen here: {reason}"
     except ConfigError as error:
         if config.tree_required:
             raise
@@ -58,40 +60,84 @@ def settle(vllm_config: Any, config: NworConfig) -> None:
     _draft_chains(vllm_config, config)
 
 
-def _attention_why_not(vllm_config: Any) -> str | None:
-    """Return why the drafter's attention may be one without a window of its own; None where it is not."""
+def _why_never_chosen(vllm_config: Any, config: NworConfig) -> str | None:
+    """Return why this engine would not choose trees, or could not attend to them; None where it may.
+
+    Asked where nobody has asked for trees: those that are never chosen cost memory all the same. They are
+    chosen by what steps cost, which is measured where mixed steps run in graphs: in FlashAttention 3.
+    """
     from vllm.platforms import current_platform
 
+    capability = current_platform.get_device_capability()
+    if capability is None:
+        return None  # a CPU runs all steps without graphs
     models = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
     if any(getattr(model, "use_mla", False) for model in models):
-        return "trees of draft tokens are not possible here: attention is MLA"
+        return "attention is MLA"
     backend = getattr(vllm_config.attention_config, "backend", None)
     name = getattr(backend, "name", backend)
     if name not in (None, "FLASH_ATTN"):
-        return f"trees of draft tokens are not tried with attention backend {name} unless they are asked for"
-    capability = current_platform.get_device_capability()
-    if capability is not None and capability.major not in _CAPABILITIES:
+        return f"attention backend {name} is named"
+    if "flash" not in resolved(config.attention_backends, (capability.major, capability.minor)):
+        return "FlashAttention is not among the attention backends that NWOR extends (attention_backends)"
+    if capability.major != 9 or vllm_config.attention_config.flash_attn_version not in (None, 3):
         return (
-            "trees of draft tokens are not tried on a GPU of compute capability "
-            f"{capability.major}.{capability.minor} unless they are asked for"
+            "they are chosen where attention is FlashAttention 3, on a GPU of compute capability 9; this one "
+            f"has {capability.major}.{capability.minor}"
         )
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if cache_dtype.startswith("fp8") and cache_dtype not in ("fp8", "fp8_e4m3"):
+        return f"FlashAttention does not read a cache of {cache_dtype}"
+    for model in models:
+        if (size := model.get_head_size()) not in CUDA_HEAD_SIZES:
+            return f"heads of size {size} have no kernels ({', '.join(map(str, CUDA_HEAD_SIZES))} have)"
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    if vllm_config.model_config.enforce_eager or (graphs is not None and not graphs.has_full_cudagraphs()):
+        return "full CUDA graphs are off"
+    if not config.mixed_graph_rows:
+        return "graphs of mixed steps are off (mixed_graph_rows is 0)"
+    if vllm_config.model_config.is_multimodal_model or vllm_config.model_config.enable_prompt_embeds:
+        return "the model takes embeddings, and mixed steps of it run without graphs"
     return None
 
 
 def _draft_chains(vllm_config: Any, config: NworConfig) -> None:
     """Take the trees out of a configuration."""
-    speculative = vllm_config.speculative_config
+    speculative, tree = vllm_config.speculative_config, config.tree
+    assert tree is not None
     settings = {**config.to_mapping(), "tree": None, "tree_acceptance_rates": []}
     if config.draft_tokens is None:
-        assert config.tree is not None
-        speculative.num_speculative_tokens = config.tree.depth
+        speculative.num_speculative_tokens = tree.depth
         speculative.num_speculative_tokens_per_batch_size = None
     else:
-        bounds = DraftBounds()
+        most = min(config.draft_tokens.most, DraftBounds().most)
+        bounds = DraftBounds(min(config.draft_tokens.least, most), most)
         settings["draft_tokens"] = str(bounds)
         speculative.num_speculative_tokens = bounds.most
         speculative.num_speculative_tokens_per_batch_size = bounds.schedule
     vllm_config.additional_config[CONFIG_KEY] = settings
+
+
+def most_requests(vllm_config: Any, config: NworConfig) -> int:
+    """Return the requests of the largest batch whose windows may be trees, padding included.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        config: NWOR's, with a tree.
+
+    """
+    tree, most = config.tree, vllm_config.scheduler_config.max_num_seqs
+    assert tree is not None
+    by_requests = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+    if config.draft_tokens is not None:
+        wanted = max(map(tree.most_requests, tree.sizes))
+    elif by_requests and not tree.is_tree(by_requests[-1][2]):
+        # Up to the next entry: vLLM fills gaps with the entry before.
+        lasts = (after[0] - 1 for one, after in pairwise(by_requests) if tree.is_tree(one[2]))
+        wanted = max(lasts, default=1)
+    else:
+        return int(most)
+    return min(int(most), tree_batch(wanted, vllm_config.compilation_config.cudagraph_capture_sizes))
 
 
 def check_engine(vllm_config: Any, config: Any) -> None:
@@ -143,10 +189,11 @@ def why_not(vllm_config: Any, config: Any) -> str | None:
     if parallel.data_parallel_size > 1:
         return "data parallelism: ranks agree on the rows of each pass"
     scheduler, shape = vllm_config.scheduler_config, config.tree
-    rows = scheduler.max_num_seqs * (shape.width if shape.kind is TreeKind.GROWN else 1)
+    requests = most_requests(vllm_config, config)
+    rows = requests * (shape.width if shape.kind is TreeKind.GROWN else 1)
     if rows > scheduler.max_num_batched_tokens:
         return (
-            f"the drafter's passes may have {rows} rows ({scheduler.max_num_seqs} requests), and "
+            f"the drafter's passes may have {rows} rows ({requests} requests), and "
             f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}: lower max_num_seqs or the width"
         )
     model = vllm_config.model_config

@@ -51,7 +51,7 @@ class TreeDrafts:
             assert num_speculative_steps is not None
             if not shape.is_tree(num_speculative_steps):
                 stock(*args, num_speculative_steps=num_speculative_steps, **kwargs)
-            elif growth is None:
+            elif growth is None or _requests(*args, **kwargs) > self._tables.most_requests:
                 stock(*args, num_speculative_steps=shape.depth, **kwargs)
             elif name == "_multi_step_decode":
                 # Of metadata, which vLLM builds anew for each pass here, ours read where the context is.
@@ -97,7 +97,7 @@ class TreeDrafts:
         """Return int64 [requests, nodes], the draft tokens of each request's next window.
 
         Where fewer tokens are asked for than a tree has nodes, they are its likeliest ones, and a chain where
-        they are no more than it is deep.
+        they are no more than it is deep, or where vLLM tries a batch that is too large for trees.
         """
         tables, speculator, shape = self._tables, self._speculator, self._tables.shape
         if input_batch.num_draft_tokens and not dummy_run:
@@ -116,8 +116,13 @@ class TreeDrafts:
             **kwargs,
         )
         tokens: torch.Tensor = speculator.draft_tokens[: input_batch.num_reqs]
-        if shape.is_tree(drafts):
+        if shape.is_tree(drafts) and (self.growth is None or input_batch.num_reqs <= tables.most_requests):
             tables.build(input_batch.idx_mapping, tokens, self._refusing(), drafts)
         elif drafts:
             tables.build_chains(input_batch.idx_mapping)
         return tokens
+
+
+def _requests(num_reqs: int, *_: Any, **__: Any) -> int:
+    """Return the requests of a call of vLLM's loops of passes."""
+    return num_reqs

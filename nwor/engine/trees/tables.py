@@ -21,9 +21,11 @@ class TreeTables:
         max_num_reqs: slots.
         max_num_tokens: most rows of a step.
         device: where all of it lies.
+        most_requests: of a batch that has trees; None for all slots.
 
     Attributes:
         shape: likewise.
+        most_requests: likewise.
         row_masks: int64 [max_num_tokens], the ancestor mask of each row of the step's windows.
         source_rows: int32 [max_num_tokens]: the row whose keys and values each slot of the step gets at the
             commit; negative for none.
@@ -37,9 +39,15 @@ class TreeTables:
     """
 
     def __init__(
-        self, shape: TreeShape, max_num_reqs: int, max_num_tokens: int, device: torch.device
+        self,
+        shape: TreeShape,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        device: torch.device,
+        most_requests: int | None = None,
     ) -> None:
         self.shape = shape
+        self.most_requests = max_num_reqs if most_requests is None else most_requests
         rows = shape.nodes + 1
         self._device = device
         self._rows = kernels.next_power_of_two(rows)
@@ -59,7 +67,7 @@ class TreeTables:
         self.path = zeros(max_num_reqs, rows, dtype=torch.int32)
         self.candidates = None
         if shape.kind is TreeKind.GROWN:
-            self.candidates = Candidates(shape, max_num_reqs, device)
+            self.candidates = Candidates(shape, self.most_requests, device)
         self.tokens = zeros(max_num_reqs, shape.depth, shape.width, dtype=torch.int64)
         self.logprobs = zeros(max_num_reqs, shape.depth, shape.width, dtype=torch.float32)
         self.assumed: torch.Tensor | None = None
