@@ -361,6 +361,34 @@ def serving_auto_acceptance() -> str:
     return _table(*heads, "`auto`", "`auto` / best", rows=rows)
 
 
+def serving_trees() -> str:
+    """What is chosen among none, chains and trees, beside stock's best chain."""
+    results = HERE / "serving" / "results" / "h200-trees-eagle3.json"
+    document = json.loads(results.read_text("utf-8"))
+    arm, rows = "auto-tree@60x8", []
+    (loads,) = serving_report.groups(document).values()
+    for load, records in loads.items():
+        stock = [name for name in serving_figures.arms(records) if name.startswith("stock")]
+        best = serving_figures.best_stock(records)
+        rates = (
+            f"{statistics.median(one['tokens_s'] for one in records if one['arm'] == name):.0f}"
+            for name in (best, arm)
+        )
+        rows.append(
+            [
+                f"{load[1:]} client" + ("s" if load != "c1" else ""),
+                ", ".join(sorted(name.partition("@")[2] or "4" for name in stock)),
+                best.partition("@")[2] or "4",
+                *rates,
+                str(serving_figures.compare(records, arm, best, "tokens_s")),
+                str(len({one["round"] for one in records})),
+                _both(records, "ttft_ms", 0.5, best, arm),
+            ]
+        )
+    heads = ("load", "numbers tried", "best", "tokens/s", "chosen", "chosen / best", "rounds")
+    return _table(*heads, "first token, ms", rows=rows)
+
+
 def mixed() -> str:
     """Steps while prompts join: geometric means by engine and by prompts."""
     document = json.loads((HERE / "serving" / "results" / "h100-mixed.json").read_text("utf-8"))
@@ -392,8 +420,8 @@ def mixed() -> str:
     return _table("engine", "cells", *(name for name, _ in kinds), "all", "cells below 1", rows=rows)
 
 
-def _both(records: Any, figure: str, share: float) -> str:
-    sides = [serving_figures.pooled(records, arm, figure, share) for arm in ("stock", "stage")]
+def _both(records: Any, figure: str, share: float, base: str = "stock", arm: str = "stage") -> str:
+    sides = [serving_figures.pooled(records, one, figure, share) for one in (base, arm)]
     return " → ".join(f"{side:.0f}" for side in sides)
 
 
@@ -417,6 +445,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving": serving,
     "serving-auto": serving_auto,
     "serving-auto-acceptance": serving_auto_acceptance,
+    "serving-trees": serving_trees,
     "mixed": mixed,
 }
 
