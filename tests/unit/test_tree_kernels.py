@@ -355,3 +355,46 @@ def test_likeliest_tokens(vocabulary: int, dtype: torch.dtype) -> None:
     again = top_tokens(logits, torch.tensor(1), tokens, logprobs, assumed)
     assert again.tolist() == first.tolist()
     assert torch.equal(logprobs[:, 1], assumed.expand(4, width))
+
+
+def test_passes_of_chains_note_no_runners_up() -> None:
+    """A tree's do, in batches that may have trees; all say the likeliest token of each row."""
+    from nwor.engine.trees.speculator import TreeDrafts
+
+    tables = _tables((12, 4, 3), slots=8)
+    tables.most_requests = 4
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(8, 40, generator=generator)
+
+    class Speculator:
+        def propose(self) -> None: ...
+
+        def sample_draft(self) -> None: ...
+
+        def compute_draft_logits(self, hidden: torch.Tensor, step: int) -> torch.Tensor:
+            return logits[: len(hidden)]
+
+        def _generate_draft(self, num_reqs: int, num_speculative_steps: int) -> None:
+            for step in range(1, num_speculative_steps):
+                rest: Any = (None, None, None, None, torch.tensor(step), None)
+                found = self.sample_draft(torch.zeros(num_reqs, 2), *rest)  # type: ignore[call-arg,func-returns-value]
+                assert torch.equal(found, logits[:num_reqs].argmax(dim=-1))  # type: ignore[arg-type]
+
+        def _generate_fused_drafts(self, num_reqs: int, num_speculative_steps: int) -> None:
+            self._generate_draft(num_reqs=num_reqs, num_speculative_steps=num_speculative_steps)
+
+        _multi_step_decode = _generate_fused_drafts
+
+    speculator: Any = Speculator()
+    TreeDrafts(speculator, tables, lambda: NONE)
+    for name in ("_generate_draft", "_generate_fused_drafts", "_multi_step_decode"):
+        for requests, drafts in ((2, 3), (2, 4), (8, 12)):
+            tables.tokens.fill_(-1)
+            getattr(speculator, name)(requests, drafts)
+            assert (tables.tokens == -1).all(), (name, requests, drafts)
+        getattr(speculator, name)(2, 12)
+        wanted = logits[:2].topk(3).indices
+        for step in range(1, 4):
+            assert torch.equal(tables.tokens[:2, step], wanted)
+        assert (tables.tokens[2:] == -1).all()
+        assert (tables.tokens[:, 0] == -1).all()

@@ -80,7 +80,7 @@ class TreeGrowth:
         return int((rows * elements + logits) * itemsize)
 
     def note_first(self, logits: torch.Tensor) -> torch.Tensor:
-        """Take in what the drafter's first pass says; of a batch too large for trees nothing is kept.
+        """Take in what the drafter's first pass says.
 
         Args:
             logits: [requests, V].
@@ -89,8 +89,6 @@ class TreeGrowth:
             int64 [requests], the likeliest tokens.
 
         """
-        if logits.shape[0] > len(self._candidates.tokens):
-            return logits.argmax(dim=-1)
         return self._note(logits)
 
     def _note(self, logits: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ class TreeDrafts:
         self._tables = tables
         self._refusing = refusing
         self._propose = speculator.propose
+        self._likeliest_alone = self._within_comb = False
         speculator.propose = self.propose
         speculator.sample_draft = self.sample_draft
         self.growth: TreeGrowth | None = None
@@ -50,8 +51,19 @@ class TreeDrafts:
                 *args, num_speculative_steps = args  # type: ignore[assignment]
             assert num_speculative_steps is not None
             if not shape.is_tree(num_speculative_steps):
-                stock(*args, num_speculative_steps=num_speculative_steps, **kwargs)
-            elif growth is None or _requests(*args, **kwargs) > self._tables.most_requests:
+                # Nobody asks for the runners-up of a chain, unless its passes are those of a comb.
+                before, self._likeliest_alone = self._likeliest_alone, not self._within_comb
+                try:
+                    stock(*args, num_speculative_steps=num_speculative_steps, **kwargs)
+                finally:
+                    self._likeliest_alone = before
+            elif growth is None:
+                self._within_comb = True
+                try:
+                    stock(*args, num_speculative_steps=shape.depth, **kwargs)
+                finally:
+                    self._within_comb = False
+            elif _requests(*args, **kwargs) > self._tables.most_requests:
                 stock(*args, num_speculative_steps=shape.depth, **kwargs)
             elif name == "_multi_step_decode":
                 # Of metadata, which vLLM builds anew for each pass here, ours read where the context is.
@@ -75,9 +87,11 @@ class TreeDrafts:
         spec_step_idx: int = 0,
         **others: Any,
     ) -> torch.Tensor:
-        """Return the likeliest token of each row, and note the runners-up of the pass."""
+        """Return the likeliest token of each row, and note the runners-up of a tree's pass."""
         tables = self._tables
-        logits = self._speculator.compute_draft_logits(hidden_states, spec_step_idx)
+        logits: torch.Tensor = self._speculator.compute_draft_logits(hidden_states, spec_step_idx)
+        if self._likeliest_alone or logits.shape[0] > tables.most_requests:
+            return logits.argmax(dim=-1)
         if self.growth is not None:
             return self.growth.note_first(logits)
         return top_tokens(logits, draft_step, tables.tokens, tables.logprobs, tables.assumed)
