@@ -111,6 +111,7 @@ ENGINES = {
     "stock": ("--no-nwor",),
     "two processes": ("--api-server-count", "2"),
     "two engines": ("--data-parallel-size", "2", "--max-num-seqs", "8"),
+    "two engines, one process": ("--data-parallel-size", "2", "--api-server-count", "1"),
 }
 
 
@@ -120,6 +121,8 @@ def test_an_interrupt_of_the_whole_process_group_drains(
 ) -> None:
     """Ctrl-C in a terminal: engine and workers get the signal as well."""
     server = start_server("--demo", *flags)
+    # With several processes the first to serve answers before all do.
+    wait_until(lambda: "is ready on" in server.log, 60, "every process serves")
     request = {**LONG, "max_tokens": 400, "stream": True}
     events: list[str] = []
     with server.client() as http, http.stream("POST", "/v1/completions", json=request) as answer:
