@@ -69,8 +69,12 @@ class DraftBounds:
             )
 
     @classmethod
-    def parse(cls, text: str) -> DraftBounds:
+    def parse(cls, text: str, or_number: bool = False) -> DraftBounds:
         """Return the bounds of ``auto`` or ``auto:LEAST-MOST``.
+
+        Args:
+            text: either of them.
+            or_number: whether the caller takes a number as well, for the message.
 
         Raises:
             ConfigError: if it is of another form.
@@ -78,7 +82,8 @@ class DraftBounds:
         """
         match = re.fullmatch(r"auto(?::(\d+)-(\d+))?", text.strip())
         if match is None:
-            raise ConfigError(f"{text!r} is no choice of draft tokens: use auto, or bounds as auto:1-8")
+            forms = "auto, bounds as auto:1-8, or a number" if or_number else "auto, or bounds as auto:1-8"
+            raise ConfigError(f"{text!r} is no choice of draft tokens: use {forms}")
         return cls(int(match[1]), int(match[2]), given=True) if match[1] else cls()
 
     def __str__(self) -> str:

@@ -20,7 +20,7 @@ def settle(started: DraftBounds | None, wanted: str) -> str:
         wanted: ``auto`` for those bounds, bounds within them, or a number.
 
     Raises:
-        ConfigError: if it is none of these, or the engine has no graphs for it.
+        ConfigError: if it is none of these, or the engine has not prepared for it.
 
     """
     if started is None:
@@ -33,7 +33,7 @@ def settle(started: DraftBounds | None, wanted: str) -> str:
         settled, fits = str(int(wanted)), int(wanted) <= started.most
         prepared = int(wanted) in (0, *known)
     else:
-        bounds = started if wanted == "auto" else DraftBounds.parse(wanted)
+        bounds = started if wanted == "auto" else DraftBounds.parse(wanted, or_number=True)
         settled, fits = str(bounds), started.least <= bounds.least and bounds.most <= started.most
         prepared = any(bounds.least <= number <= bounds.most for number in known)
     if not fits:
@@ -41,8 +41,8 @@ def settle(started: DraftBounds | None, wanted: str) -> str:
             f"draft tokens {settled} lie outside of {started}, with which the engine was started"
         )
     if not prepared:
-        numbers = ", ".join(map(str, known))
-        raise ConfigError(f"there are no CUDA graphs for draft tokens {settled}: the engine has {numbers}")
+        numbers = ", ".join(map(str, sorted({0, *known})))
+        raise ConfigError(f"draft tokens {settled} were not prepared at the start: the engine has {numbers}")
     return settled
 
 

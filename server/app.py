@@ -10,7 +10,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 
 from nwor.engine.stats.metrics import attach_metrics
-from server import additions, dashboard
+from server import additions, dashboard, endpoint_plugin
 from server.admin_api import routes as admin_routes
 from server.nwor_options import admin_is_separate
 
@@ -27,7 +27,8 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
 
     """
     supported_tasks = await engine.get_supported_tasks()
-    app = build_app(args, supported_tasks, engine.model_config)
+    with endpoint_plugin.named():
+        app = build_app(args, supported_tasks, engine.model_config)
     metrics = attach_metrics(engine)
     if not admin_is_separate(args):
         admin_routes.install(app, engine, args.admin_api_key, metrics)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from nwor.engine import vllm_features
+from nwor.engine import interrupts, vllm_features
 from nwor.version import __version__
 from server import environment, token_counts
 from server.admin_api.settings import SETTINGS
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         print(f"{PROG}: stopped before it was ready", file=sys.stderr)
-        return 128 + signal.SIGTERM
+        return 128 + signal.SIGINT
 
 
 def _complain(error: Exception) -> None:
@@ -166,7 +166,9 @@ def _run(args: argparse.Namespace) -> int:
     from server.api_servers.descendants import end_descendants
 
     # Until the event loop has handlers of its own.
-    signal.signal(signal.SIGTERM, partial(_interrupt, args, end_descendants))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, partial(_interrupt, args, end_descendants))
+    interrupts.claim()
     try:
         address, sock = setup_server(args, reuse_port=False)
     except (KeyError, OSError) as error:
@@ -196,7 +198,9 @@ def _run(args: argparse.Namespace) -> int:
             os.unlink(args.uds)
 
 
-def _interrupt(args: argparse.Namespace, end_descendants: Callable[[float], None], *_: object) -> NoReturn:
+def _interrupt(
+    args: argparse.Namespace, end_descendants: Callable[[float], None], number: int, _: object
+) -> NoReturn:
     """End a start-up at once: an exception would get lost in what the event loop is in the middle of."""
     print(f"{PROG}: stopped before it was ready", file=sys.stderr, flush=True)
     end_descendants(_CHILD_SECONDS)
@@ -207,7 +211,7 @@ def _interrupt(args: argparse.Namespace, end_descendants: Callable[[float], None
     for path in filter(None, (args.uds, args.admin_uds)):
         with contextlib.suppress(OSError):
             os.unlink(path)
-    os._exit(128 + signal.SIGTERM)
+    os._exit(128 + number)
 
 
 def _announce(args: argparse.Namespace, address: str, admin: Any) -> None:

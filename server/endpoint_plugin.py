@@ -7,7 +7,10 @@ line does not know our flags. The other flags have their defaults.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,10 +25,37 @@ from server.options import DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_GRAMMAR
 _OURS = "admin_api_key"
 
 
+_GROUP = "vllm.endpoint_plugins"
+_NAME = "nwor"
+_ALLOWED = "VLLM_PLUGINS"
+
+
+@contextmanager
+def named(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Have vLLM load this plugin within the block, where it would warn that nobody has named it.
+
+    In ``nwor-server`` it does nothing. For the block alone: elsewhere the name would keep vLLM from loading
+    the plugins of others. Where the user names plugins, or others have endpoints too, vLLM decides as ever.
+
+    Args:
+        environ: the environment that vLLM reads.
+
+    """
+    found = {plugin.name for plugin in importlib.metadata.entry_points(group=_GROUP)}
+    if _ALLOWED in environ or found != {_NAME}:
+        yield
+        return
+    environ[_ALLOWED] = _NAME
+    try:
+        yield
+    finally:
+        del environ[_ALLOWED]
+
+
 class NworEndpoints:
     """What the entry point names; vLLM calls both methods once, in this order."""
 
-    name = "nwor"
+    name = _NAME
     required_tasks = ("generate",)
 
     def __init__(self) -> None:

@@ -35,6 +35,8 @@ WATCH_INTERVAL = 0.5
 DEAD_GRACE = 3.0
 #: Seconds that aborted requests have to hand their last answer to the client.
 ABORT_GRACE = 5.0
+#: Seconds that engines have to end by themselves. vLLM's workers have 5 of them, and 4 when asked again.
+ENGINE_SECONDS = 15.0
 # uvicorn looks at its exit flag ten times a second, and accepts requests until then.
 _CLOSE_SECONDS = 0.3
 

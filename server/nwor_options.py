@@ -194,7 +194,7 @@ def resolve_nwor(args: argparse.Namespace, speculates: bool, device_type: str = 
     try:
         if configured:
             settings = NworConfig.from_additional_config(additional)
-            if settings is not None and settings.tree is not None:
+            if settings is not None and settings.tree is not None and settings.tree_required:
                 _check_tree_runner("'tree' of --additional-config", device_type)
         elif speculates and not args.no_nwor and unavailable is None:
             for name in ("modes", "attention_backends"):

@@ -18,6 +18,7 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import Request
 
 from nwor.config import NworConfig
+from nwor.engine import interrupts
 from nwor.engine.request_isolation.request_failures import RequestFailures
 from nwor.engine.scheduler import NworAsyncScheduler, NworScheduler, NworScheduling, special_scheduler
 from nwor.engine.stats.figures import snapshot
@@ -91,6 +92,8 @@ def create_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
         kwargs: likewise; ``vllm_config`` decides between the two.
 
     """
+    # Where VLLM_PLUGINS leaves the plugin out, the engine's process hears of it here.
+    interrupts.leave_to_server()
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     if special := special_scheduler(config):
         return special(*args, **kwargs)

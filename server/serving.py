@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable, MutableSequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ async def serve(
 
     from server.admin_api.listener import create_admin_app
     from server.app import create_app
-    from server.lifecycle import Lifecycle
+    from server.lifecycle import ENGINE_SECONDS, Lifecycle
 
     engine_context = build_async_engine_client(args, client_config=client_config)
     try:
@@ -60,6 +61,11 @@ async def serve(
             lifecycle.add_admin(create_admin_app(engine, args), admin.sock)
         return await lifecycle.serve(sock, args, ready, peer_loads)
     finally:
+        # vLLM's context would kill the engine at once, and leave its semaphores and shared memory behind.
+        engine.shutdown(timeout=ENGINE_SECONDS)
+        # vLLM froze what was there at the start. The interpreter would not collect it at its end, and Triton
+        # would list all of its own objects as leaks.
+        gc.unfreeze()
         await engine_context.__aexit__(None, None, None)
 
 

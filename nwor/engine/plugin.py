@@ -12,6 +12,8 @@ import logging
 import os
 import re
 
+from nwor.engine import interrupts
+
 logger = logging.getLogger(__name__)
 
 #: The vLLM releases that this package was written for, and what ran with each, oldest first.
@@ -79,6 +81,8 @@ def tested(version: str) -> str | None:
 
 def register() -> None:
     """Offer NWOR to the engines of this process; safe to call any number of times."""
+    # Engines without NWOR need it as well. vLLM calls this behind its own signal handlers.
+    interrupts.leave_to_server()
     reason = why_not()
     if reason is not None:
         logger.info("NWOR is not available: %s", reason)

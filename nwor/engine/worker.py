@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nwor.config import DraftBounds
+from nwor.engine import interrupts
 from nwor.engine.window_manager import WindowManager
 from nwor.modes import Mode
 
@@ -37,6 +38,8 @@ class NworWorkerMixin:
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile and capture; where draft tokens are chosen, measure what steps cost by their number."""
+        # Where VLLM_PLUGINS leaves the plugin out, the worker's process hears of it here.
+        interrupts.leave_to_server()
         took = super().compile_or_warm_up_model()  # type: ignore[misc]
         state = self._nwor.state
         state.serving = True

@@ -67,7 +67,7 @@ class DraftTokensChange(BaseModel):
             raise ValueError(f"draft_tokens has at most {_LONGEST} characters, not {len(word)}")
         if word.isascii() and word.isdecimal():
             return str(int(word))
-        DraftBounds.parse(word)
+        DraftBounds.parse(word, or_number=True)
         return word
 
 
@@ -75,8 +75,9 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def sentence(text: str) -> str:
-    """Return an error's words as a sentence."""
-    return f"{text[0].upper()}{text[1:]}."
+    """Return an error's words as a sentence; a field's name at its start stays as it is written."""
+    start = text[0] if "_" in text.split()[0] else text[0].upper()
+    return f"{start}{text[1:]}."
 
 
 def parse(model: type[Body], body: bytes) -> Body:

@@ -118,6 +118,7 @@ class Admin:
         lengths = self._draft_tokens(ranks[0])
         tree = _counting(engines[0])["tree"]
         for rank in ranks:
+            rank["draft_tokens"] = rank["draft_tokens"] or self._fixed_draft_tokens()
             for name in ("counts", "changes", "draft_costs", "draft_costs_why_not", "tree"):
                 rank.pop(name, None)
         agree = ("mode", "fault", "unsupported", "draft_tokens")
@@ -199,8 +200,7 @@ class Admin:
         """Return how many tokens are drafted and why, from what a rank says and the engines' explanations."""
         assert self._config is not None
         bounds = self._config.draft_tokens
-        speculative = getattr(self._engine.vllm_config, "speculative_config", None)
-        fixed = str(getattr(speculative, "num_speculative_tokens", ""))
+        fixed = self._fixed_draft_tokens()
         return {
             "setting": rank["draft_tokens"] or fixed,
             "started_with": fixed if bounds is None else str(bounds),
@@ -209,6 +209,11 @@ class Admin:
             "costs": rank.get("draft_costs"),
             "costs_why_not": rank.get("draft_costs_why_not"),
         }
+
+    def _fixed_draft_tokens(self) -> str:
+        """Return the number of draft tokens that vLLM was started with, the most of bounds."""
+        speculative = getattr(self._engine.vllm_config, "speculative_config", None)
+        return str(getattr(speculative, "num_speculative_tokens", ""))
 
     async def set_draft_tokens(self, body: bytes, key_id: str) -> dict[str, Any]:
         """Have every engine choose its draft tokens within other bounds, or keep to a number.
@@ -225,6 +230,8 @@ class Admin:
         wanted = parse(DraftTokensChange, body).draft_tokens
         if self._config is None:
             raise Refusal(HTTPStatus.CONFLICT, _absent(), "ConflictError")
+        if self._config.draft_tokens is None and wanted == self._fixed_draft_tokens():
+            return _unchanged(await self._call("nwor_report"), wanted)
         try:
             wanted = settle(self._config.draft_tokens, wanted)
         except ConfigError as error:
@@ -294,6 +301,12 @@ def _change(engines: list[list[Any]]) -> dict[str, Any]:
     """Return what a change came to, from all ranks' answers of all engines."""
     first = min(engines[0], key=_rank)
     return {**{name: first[name] for name in ("old", "new", "step")}, "ranks": sum(map(len, engines))}
+
+
+def _unchanged(engines: list[list[Any]], value: str) -> dict[str, Any]:
+    """Return what putting ``value`` in force comes to that holds already, from all ranks' reports."""
+    first = min(engines[0], key=_rank)
+    return {"old": value, "new": value, "step": first["steps"], "ranks": sum(map(len, engines))}
 
 
 def _asked(key_id: str) -> dict[str, str]:

@@ -61,6 +61,8 @@ def _no_draft_tokens(body: dict[str, Any], wanted: str) -> str | None:
     if found is None:
         return "its version cannot change draft tokens: upgrade it"
     if not found["can_change"]:
+        if wanted == found["started_with"]:
+            return None
         return (
             f"draft tokens were fixed at {found['started_with']} at start-up: restart it with "
             "--num-speculative-tokens auto"
@@ -76,6 +78,8 @@ def _has_draft_tokens(body: dict[str, Any], wanted: str) -> bool:
     if _no_draft_tokens(body, wanted) is not None:
         return False
     found = body["draft_tokens"]
+    if not found["can_change"]:
+        return True
     return bool(found["setting"] == settle(DraftBounds.parse(found["started_with"]), wanted))
 
 

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
@@ -60,7 +61,8 @@ def install(app: FastAPI) -> None:
 
 async def handle_http_exception(request: Request, exc: HTTPException) -> JSONResponse:
     """Answer what FastAPI and Starlette raise: unknown routes, wrong methods, bodies that cannot be read."""
-    message = str(exc.detail)
+    message, headers = sanitize_message(str(exc.detail)), dict(exc.headers or {})
+    # What names the client's own path keeps it: vLLM's sanitizer takes it for one of the server's files.
     if isinstance(exc.__cause__, UnicodeDecodeError):
         cause = exc.__cause__
         message = (
@@ -69,15 +71,27 @@ async def handle_http_exception(request: Request, exc: HTTPException) -> JSONRes
         )
     elif isinstance(exc.__cause__, RecursionError):
         message = "The request body cannot be read: its JSON is nested too deeply."
-    elif exc.status_code == HTTPStatus.NOT_FOUND and message == "Not Found":
+    elif exc.status_code == HTTPStatus.NOT_FOUND and exc.detail == "Not Found":
         message = f"There is no {request.url.path}: GET /docs lists what this server answers."
     elif exc.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        allowed = (exc.headers or {}).get("Allow") or (exc.headers or {}).get("allow")
-        hint = f": use {allowed}." if allowed else "."
+        if allowed := _allowed(request):
+            headers = {name: value for name, value in headers.items() if name.lower() != "allow"}
+            headers["Allow"] = ", ".join(allowed)
+        hint = f": use {' or '.join(allowed)}." if allowed else "."
         message = f"{request.url.path} does not take {request.method}{hint}"
-    kind = _error_type(exc.status_code)
-    headers = dict(exc.headers) if exc.headers else None
-    return error_response(exc.status_code, sanitize_message(message), kind, headers=headers)
+    return error_response(exc.status_code, message, _error_type(exc.status_code), headers=headers or None)
+
+
+def _allowed(request: Request) -> list[str]:
+    """Return the methods of all routes of a request's path; Starlette names those of the first."""
+    return sorted(
+        {
+            method
+            for route in request.app.router.routes
+            if route.matches(request.scope)[0] is Match.PARTIAL
+            for method in getattr(route, "methods", None) or ()
+        }
+    )
 
 
 def _error_type(status: int) -> str:

@@ -25,11 +25,12 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.prometheus import setup_multiprocess_prometheus
 from vllm.v1.utils import APIServerProcessManager
 
+from nwor.engine import interrupts
 from nwor.engine.vllm_features import cli_args
 from server.admin_api.listener import AdminListener
 from server.api_servers import api_process
 from server.errors import StartupError
-from server.lifecycle import ABORT_GRACE, EXIT_ENGINE_DEAD, EXIT_OK
+from server.lifecycle import ABORT_GRACE, ENGINE_SECONDS, EXIT_ENGINE_DEAD, EXIT_OK
 from server.serving import cause_of
 
 logger = logging.getLogger("vllm.nwor.server")
@@ -105,14 +106,17 @@ class ApiProcesses:
         # Kept: where the last reference goes, vLLM removes the sockets' files, and an engine that has not
         # connected by then never does.
         owned.callback(listeners.cleanup)
-        with launch_core_engines(
-            config, Executor.get_class(config), log_stats, listeners.addresses
-        ) as launch:
+        with contextlib.ExitStack() as starting:
+            # Whoever coordinates engines has no handlers of its own.
+            with interrupts.hold_back():
+                launch = starting.enter_context(
+                    launch_core_engines(config, Executor.get_class(config), log_stats, listeners.addresses)
+                )
             if launch.coordinator is not None:
                 owned.callback(launch.coordinator.shutdown)
                 self._coordinator = launch.coordinator.proc
             if launch.engine_manager is not None:
-                owned.callback(launch.engine_manager.shutdown, config.shutdown_timeout or None)
+                owned.callback(launch.engine_manager.shutdown, ENGINE_SECONDS)
             manager = APIServerProcessManager(
                 target_server_fn=partial(api_process.run, self._theirs, self._admin),
                 listen_address=self._address,

@@ -106,6 +106,42 @@ def test_sigterm_drains_then_aborts(start_server: Callable[..., ServerProcess], 
     assert [reason for reason in ends if reason] == ["abort"] * 48
 
 
+ENGINES = {
+    "one process": (),
+    "stock": ("--no-nwor",),
+    "two processes": ("--api-server-count", "2"),
+    "two engines": ("--data-parallel-size", "2", "--max-num-seqs", "8"),
+    "two engines, one process": ("--data-parallel-size", "2", "--api-server-count", "1"),
+}
+
+
+@pytest.mark.parametrize("flags", ENGINES.values(), ids=ENGINES)
+def test_an_interrupt_of_the_whole_process_group_drains(
+    start_server: Callable[..., ServerProcess], flags: tuple[str, ...]
+) -> None:
+    """Ctrl-C in a terminal: engine and workers get the signal as well."""
+    server = start_server("--demo", *flags)
+    # With several processes the first to serve answers before all do.
+    wait_until(lambda: "is ready on" in server.log, 60, "every process serves")
+    request = {**LONG, "max_tokens": 400, "stream": True}
+    events: list[str] = []
+    with server.client() as http, http.stream("POST", "/v1/completions", json=request) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                if len(events) == 3:
+                    os.killpg(server.process.pid, signal.SIGINT)
+                events.append(line[6:])
+    code = server.wait(60)
+
+    assert code == 0, server.log[-3000:]
+    assert events[-1] == "[DONE]"
+    ends = [choice["finish_reason"] for event in events[:-1] for choice in json.loads(event)["choices"]]
+    assert [reason for reason in ends if reason] == ["length"]
+    # Nothing was killed, and nothing is left behind.
+    for word in ("Traceback", "died", "force killing", "leaked"):
+        assert word not in server.log, server.log[-6000:]
+
+
 def sockets_for_engines(server: ServerProcess) -> list[Path]:
     """Return the files of the sockets that API server processes listen on, where there are several."""
     pids = map(int, set(re.findall(r"\(ApiServer_\d pid=(\d+)\)", server.log)))
@@ -115,9 +151,20 @@ def sockets_for_engines(server: ServerProcess) -> list[Path]:
     return [Path(paths[name[8:-1]]) for name in held if name[8:-1] in paths]
 
 
-@pytest.mark.parametrize("moment", ["a worker has begun", "the model is loaded"])
-def test_sigterm_before_ready_ends_server_engine_and_workers(
-    start_server: Callable[..., ServerProcess], tmp_path: Path, moment: str
+@pytest.mark.parametrize(
+    ("moment", "number", "send"),
+    [
+        ("a worker has begun", signal.SIGTERM, os.kill),
+        ("the model is loaded", signal.SIGTERM, os.kill),
+        ("the model is loaded", signal.SIGINT, os.killpg),
+    ],
+)
+def test_a_signal_before_ready_ends_server_engine_and_workers(
+    start_server: Callable[..., ServerProcess],
+    tmp_path: Path,
+    moment: str,
+    number: signal.Signals,
+    send: Callable[[int, int], None],
 ) -> None:
     admin = tmp_path / "admin"
     server = start_server("--demo", "--admin-api-key", "key", "--admin-uds", str(admin), wait=False)
@@ -130,8 +177,8 @@ def test_sigterm_before_ready_ends_server_engine_and_workers(
 
     wait_until(has_come, 120, moment, every=0.02)
     assert admin.is_socket()
-    server.process.send_signal(signal.SIGTERM)
-    assert server.wait(30) == 128 + signal.SIGTERM
+    send(server.process.pid, number)
+    assert server.wait(30) == 128 + number
     assert not admin.exists()
     assert "stopped before it was ready" in server.log
     wait_until(lambda: not any(map(is_running, below)), 2, "no process below the server's is left")

@@ -310,7 +310,7 @@ def test_auto_means_the_bounds_that_each_replica_was_started_with(
 @pytest.mark.parametrize(
     ("has", "wanted", "said"),
     [
-        ({"setting": "4", "started_with": "4", "can_change": False}, "4", "--num-speculative-tokens auto"),
+        ({"setting": "4", "started_with": "4", "can_change": False}, "3", "--num-speculative-tokens auto"),
         ({"setting": "2", "started_with": "auto:1-4", "can_change": True}, "5", "outside of auto:1-4"),
         ({"setting": "2", "started_with": "auto:1-4", "can_change": True}, "auto:0-4", "outside of auto:1-4"),
         (None, "3", "its version cannot change draft tokens"),
@@ -329,7 +329,7 @@ def test_no_draft_tokens_are_set_where_one_cannot_follow(
 
 def test_what_is_no_number_of_draft_tokens(three: list[Replica], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_draft_tokens("many", replicas=three) == 1
-    assert "use auto, or bounds as auto:1-8" in capsys.readouterr().out
+    assert "use auto, bounds as auto:1-8, or a number" in capsys.readouterr().out
     assert [one.puts for one in three] == [0, 0, 0]
 
 

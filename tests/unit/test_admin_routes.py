@@ -302,13 +302,45 @@ def test_draft_tokens_beyond_those_of_the_start_are_409(sent: Any) -> None:
     assert engine.most_running == 0
 
 
+def test_a_number_that_was_not_prepared_is_409_and_the_others_are_named() -> None:
+    answer = call(Engine(AUTO), "PUT", DRAFT_TOKENS, json={"draft_tokens": 5})
+    assert answer.status_code == 409
+    message = answer.json()["error"]["message"]
+    assert message == "Draft tokens 5 were not prepared at the start: the engine has 0, 1, 2, 3, 4, 6."
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [("", ["GET", "PUT"]), ("/draft-tokens", ["PUT"]), ("/reset-stats", ["POST"])],
+)
+def test_a_wrong_method_is_405_with_all_that_the_path_takes(path: str, allowed: list[str]) -> None:
+    answer = call(Engine(SETTINGS), "DELETE", f"/admin/nwor{path}")
+    assert answer.status_code == 405
+    assert answer.headers.get_list("allow") == [", ".join(allowed)]
+    message = answer.json()["error"]["message"]
+    assert message == f"/admin/nwor{path} does not take DELETE: use {' or '.join(allowed)}."
+
+
+def test_an_unknown_path_is_named_as_it_was_sent() -> None:
+    answer = call(Engine(SETTINGS), "GET", "/dashboard/tmp/app.js")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith("There is no /dashboard/tmp/app.js: ")
+
+
 def test_draft_tokens_of_a_fixed_number_stay() -> None:
     engine = Engine(SETTINGS)
     engine.vllm_config.speculative_config = SimpleNamespace(num_speculative_tokens=4)
+    for sent in (5, "auto"):
+        answer = call(engine, "PUT", DRAFT_TOKENS, json={"draft_tokens": sent})
+        assert answer.status_code == 409
+        assert "--num-speculative-tokens auto" in answer.json()["error"]["message"]
     answer = call(engine, "PUT", DRAFT_TOKENS, json={"draft_tokens": 4})
-    assert answer.status_code == 409
-    assert "--num-speculative-tokens auto" in answer.json()["error"]["message"]
-    lengths = call(engine, "GET").json()["draft_tokens"]
+    assert answer.status_code == 200
+    assert answer.json() == {"old": "4", "new": "4", "step": 0, "ranks": 2}
+    report = call(engine, "GET").json()
+    assert report["changes"] == []
+    assert [rank["draft_tokens"] for rank in report["ranks"]] == ["4", "4"]
+    lengths = report["draft_tokens"]
     assert (lengths["setting"], lengths["started_with"], lengths["can_change"]) == ("4", "4", False)
     assert lengths["engines"] == []
 
@@ -320,10 +352,10 @@ def test_draft_tokens_of_a_fixed_number_stay() -> None:
         (b"{}", 'no field \'draft_tokens\': send a JSON object such as {"draft_tokens": "auto:1-6"}'),
         (b'{"draft_tokens": 3, "mode": "off"}', "unknown field 'mode'"),
         (b'{"draft_tokens": null}', "must be auto, auto:LEAST-MOST or a number, not None"),
-        (b'{"draft_tokens": true}', "must be auto, auto:LEAST-MOST or a number, not True"),
+        (b'{"draft_tokens": true}', "draft_tokens must be auto, auto:LEAST-MOST or a number, not True"),
         (b'{"draft_tokens": 2.5}', "must be auto, auto:LEAST-MOST or a number, not 2.5"),
-        (b'{"draft_tokens": -1}', "use auto, or bounds as auto:1-8"),
-        (b'{"draft_tokens": "many"}', "use auto, or bounds as auto:1-8"),
+        (b'{"draft_tokens": -1}', "use auto, bounds as auto:1-8, or a number"),
+        (b'{"draft_tokens": "many"}', "use auto, bounds as auto:1-8, or a number"),
         (b'{"draft_tokens": "auto:5-2"}', "are no bounds"),
         (b'{"draft_tokens": "' + b"9" * 5000 + b'"}', "at most 40 characters, not 5000"),
     ],

@@ -263,6 +263,21 @@ def test_a_tree_in_additional_config_is_taken() -> None:
     assert args.additional_config == {"nwor": {"tree": tree}}
 
 
+def test_trees_that_are_not_required_are_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    nwor = {"tree": {"nodes": 16, "depth": 6}, "tree_required": False}
+    args = settle("--num-speculative-tokens", "16", additional_config={"nwor": nwor}, device="cpu")
+    for device in ("cpu", "cuda"):
+        resolve_nwor(args, speculates=True, device_type=device)
+        assert args.additional_config == {"nwor": nwor}
+        required = {"nwor": nwor | {"tree_required": True}}
+        with pytest.raises(UsageError, match="model runner V2"):
+            resolve_nwor(
+                argparse.Namespace(**vars(args) | {"additional_config": required}), True, device_type=device
+            )
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
