@@ -143,7 +143,7 @@ def _changes(source: str) -> list[str]:
     }
     replaced = {entry.target.rpartition(".")[2] for entry in PATCHES}
     # Of what the runner holds the ledger names the class.
-    replaced |= {"__class__", "__code__", "run", "rejection_sampler"}
+    replaced |= {"__class__", "__code__", "run", "rejection_sampler", "grammar_bitmask"}
     found = []
     names = _names_in_loops(tree)
     for node in ast.walk(tree):
