@@ -48,7 +48,7 @@ RUN apt-get update \
     && useradd --uid 10001 --gid nwor --home-dir /var/cache/nwor --no-create-home --shell /usr/sbin/nologin nwor \
     && install -d -o nwor -g nwor -m 0755 /var/cache/nwor
 COPY --from=cpu-builder /opt/nwor /opt/nwor
-COPY LICENSE server/demo/README.md /usr/share/licenses/nwor/
+COPY LICENSE server/demo/README.md server/dashboard/static/vendor/uPlot.LICENSE.txt /usr/share/licenses/nwor/
 COPY --chmod=0755 deploy/container/entrypoint.sh /usr/local/bin/nwor-entrypoint
 COPY deploy/container/healthcheck.py deploy/container/licences.py /usr/local/lib/nwor/
 # HF_TOKEN_PATH is where a token may be found, not one.
@@ -122,7 +122,7 @@ COPY --from=cuda-builder /wheels/SHA256SUMS /usr/local/lib/nwor/SHA256SUMS
 RUN --mount=type=bind,from=cuda-builder,source=/wheels,target=/wheels \
     sha256sum --check /usr/local/lib/nwor/SHA256SUMS \
     && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --no-deps --no-index /wheels/*.whl
-COPY LICENSE server/demo/README.md /usr/share/licenses/nwor/
+COPY LICENSE server/demo/README.md server/dashboard/static/vendor/uPlot.LICENSE.txt /usr/share/licenses/nwor/
 COPY --chmod=0755 deploy/container/entrypoint.sh /usr/local/bin/nwor-entrypoint
 COPY deploy/container/healthcheck.py deploy/container/licences.py /usr/local/lib/nwor/
 # hadolint ignore=DL3064

@@ -26,6 +26,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
 }
 
 #: Sent with the page and each of its files.
@@ -59,10 +60,13 @@ def make_router() -> APIRouter:
     def add(path: str, endpoint: Endpoint) -> None:
         router.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
 
-    for file in sorted(STATIC.iterdir()):
-        path = "/dashboard" if file.name == PAGE else f"/dashboard/{file.name}"
+    for file in sorted(STATIC.rglob("*")):
+        name = file.relative_to(STATIC).as_posix()
         if file.suffix in _TYPES:
-            add(path, _serve(file.read_bytes(), _TYPES[file.suffix]))
+            add(
+                "/dashboard" if name == PAGE else f"/dashboard/{name}",
+                _serve(file.read_bytes(), _TYPES[file.suffix]),
+            )
     add("/dashboard/reasons.json", _reasons)
     add("/dashboard/", _without_slash)
     return router

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from nwor.tree_shape import TreeShape
-from tests.dashboard.browser import WINDOWS, Seen, unlock, wait
+from tests.dashboard.browser import WINDOWS, Seen, on_canvas, unlock, wait
 from tests.dashboard.stand_in import Metrics, StandIn
 
 
@@ -33,7 +33,7 @@ def test_sizes_and_contrast(
             stand_in.health = 503
             wait(page, "#state-text", "The engine is down")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        small = page.evaluate(CONTRAST)
+        small = on_canvas(page, CONTRAST)
         assert small == []
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(int(part) for part in re.findall(r"\d+", dark)[:3]) < 3 * 128) == (scheme == "dark")
@@ -46,7 +46,7 @@ def test_sizes_and_contrast(
 
 
 #: Every visible text whose colour stands out from what is behind it by less than 4.5.
-CONTRAST = """() => {
+CONTRAST = """
   const channels = (color) => color.match(/[\\d.]+/g).map(Number);
   const light = (color) => {
     const [r, g, b] = channels(color).slice(0, 3).map((v) => v / 255)
@@ -72,13 +72,26 @@ CONTRAST = """() => {
     for (let at = element; at; at = at.parentElement) opacity *= Number(getComputedStyle(at).opacity);
     if (ratio < 4.5 || opacity < 1) found.push([node.textContent.trim(), ratio, opacity]);
   }
-  for (const label of document.querySelectorAll("svg text")) {
-    const pair = [getComputedStyle(label).fill, behind(label)].map(light).sort((a, b) => a - b);
-    const ratio = (pair[1] + 0.05) / (pair[0] + 0.05);
-    if (ratio < 4.5) found.push([label.textContent, ratio]);
+  for (const [id, plot] of Object.entries(plots())) {
+    const { ctx, root, bbox } = plot;
+    if (!root.checkVisibility()) continue;
+    const page = channels(behind(root));
+    // Where the labels of the axes are; the strongest pixel is the inside of a letter.
+    const end = bbox.top + bbox.height + 6;
+    const parts = [
+      pixels(plot, 0, 0, bbox.left - 1, ctx.canvas.height),
+      pixels(plot, bbox.left, end, bbox.width, ctx.canvas.height - end),
+    ];
+    parts.forEach((part, axis) => {
+      const [r, g, b, a] = part.reduce((best, pixel) => (pixel[3] > best[3] ? pixel : best));
+      const seen = [r, g, b].map((value, channel) => (value * a + page[channel] * (255 - a)) / 255);
+      const pair = [`rgb(${seen})`, `rgb(${page})`].map(light).sort((a, b) => a - b);
+      const ratio = (pair[1] + 0.05) / (pair[0] + 0.05);
+      if (ratio < 4.5) found.push([id, axis, ratio]);
+    });
   }
   return found;
-}"""
+"""
 
 
 def test_movement_is_reduced_where_asked_for(stand_in: StandIn, visit: Seen) -> None:

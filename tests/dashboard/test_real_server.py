@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from tests.conftest import ADMIN_KEY, API_KEYS
-from tests.dashboard.browser import Seen, text, unlock, wait
+from tests.dashboard.browser import SOON, Seen, drawn, drawn_bars, text, unlock, wait
 from tests.server_process import DEMO_MODEL, ServerProcess
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -75,12 +76,10 @@ def test_real_requests_move_the_charts(server: ServerProcess, visit: Seen, mode:
     wait(page, "#requests", "4")
     wait(page, "#saved", "%")
     # Two values are not yet a line that one could call moving.
-    page.wait_for_function(
-        "() => ['tokens', 'acceptance', 'bytes', 'output', 'requests'].every("
-        "(name) => document.querySelectorAll("
-        "`#chart-${name} .plot path.line`).length && document.querySelector("
-        "`#chart-${name} .plot path.line.first`).getAttribute('d').split('L').length >= 4)"
-    )
+    for name in ("tokens", "acceptance", "bytes", "output", "requests"):
+        wait_until(
+            lambda name=name: len(drawn(page, f"chart-{name}")) >= 4, SOON / 1000, f"{name} becomes a line"
+        )
     saved = float(text(page, "#saved").removesuffix(" %"))
     assert 0 < saved < 80
     accepted = float(text(page, "#acceptance").removesuffix(" %"))
@@ -92,7 +91,7 @@ def test_real_requests_move_the_charts(server: ServerProcess, visit: Seen, mode:
     assert not page.is_visible("#tree")
     assert float(text(page, "#output").replace(",", "").split(" ")[0]) > 0
     assert text(page, "#accounting") == "Agrees"
-    assert page.locator("#positions rect.bar").count() == 4
+    assert drawn_bars(page) == 4
     assert {urlsplit(url).netloc for url in seen.requests} == {urlsplit(server.url).netloc}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 import subprocess
 import sys
@@ -19,7 +20,11 @@ from server import dashboard
 from server.endpoint_plugin import NworEndpoints
 from tests.server_process import ROOT
 
-FILES = sorted(path.name for path in dashboard.STATIC.iterdir())
+FILES = sorted(
+    path.relative_to(dashboard.STATIC).as_posix() for path in dashboard.STATIC.rglob("*") if path.is_file()
+)
+#: Addresses that no one is asked for: a namespace, and the library's in its own comment.
+NAMES = {"http://www.w3.org/2000/svg", "https://github.com/leeoniya/uPlot"}
 ASSETS = [name for name in FILES if name != dashboard.PAGE]
 
 
@@ -60,7 +65,8 @@ def test_each_file_is_served_with_its_type_and_the_same_headers(client: TestClie
     answer = client.get(f"/dashboard/{name}")
     assert answer.status_code == 200
     assert answer.content == (dashboard.STATIC / name).read_bytes()
-    kind = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}[Path(name).suffix]
+    kinds = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
+    kind = kinds[Path(name).suffix]
     assert answer.headers["content-type"].split(";")[0] == kind
     for header, value in dashboard.HEADERS.items():
         assert answer.headers[header] == value
@@ -72,7 +78,11 @@ def test_each_file_is_served_with_its_type_and_the_same_headers(client: TestClie
 
 
 @pytest.mark.parametrize(
-    "path", ["nothing.js", "index.html", "../__init__.py", "%2e%2e/__init__.py", "..%2f__init__.py", "a/b.js"]
+    "path",
+    [
+        *("nothing.js", "index.html", "vendor", "vendor/", "vendor/nothing.js"),
+        *("../__init__.py", "%2e%2e/__init__.py", "..%2f__init__.py", "a/b.js"),
+    ],
 )
 def test_nothing_else_is_served(client: TestClient, path: str) -> None:
     assert client.get(f"/dashboard/{path}").status_code == 404
@@ -100,10 +110,25 @@ def test_every_address_is_relative_and_leads_somewhere(client: TestClient) -> No
     imported = set()
     for name in FILES:
         text = (dashboard.STATIC / name).read_text(encoding="utf-8")
-        assert set(re.findall(r"https?://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg"}
+        assert set(re.findall(r"https?://[^\s\"']+", text)) <= NAMES
         assert "url(" not in text
         imported |= set(re.findall(r'from "\./([^"]+)"', text))
-    assert imported | {"main.js"} == {name for name in FILES if name.endswith(".js")}
+    named = {address.removeprefix("dashboard/") for address in addresses}
+    assert {"main.js"} <= named
+    assert imported | named >= {name for name in FILES if name.endswith((".js", ".css"))}
+    assert imported <= set(FILES)
+
+
+def test_the_vendored_library_is_the_one_that_the_page_on_it_names(client: TestClient) -> None:
+    text = (ROOT / "docs" / "dashboard.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(uPlot[\w.]+)` \| `([0-9a-f]{64})` \|$", text, re.MULTILINE))
+    folder = dashboard.STATIC / "vendor"
+    assert listed == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())
+    }
+    (version,) = set(re.findall(r"uPlot (\d+\.\d+\.\d+)", text))
+    assert f"(v{version})" in (folder / "uPlot.iife.min.js").read_text(encoding="utf-8")
+    assert "The MIT License" in client.get("/dashboard/vendor/uPlot.LICENSE.txt").text
 
 
 def test_nothing_is_kept_in_the_browser() -> None:
@@ -133,3 +158,6 @@ def test_the_wheel_has_every_file(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("nwor-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"server/dashboard/static/{name}" for name in FILES} <= names
+    (licences,) = {name.split("/licenses/")[0] for name in names if "/licenses/" in name}
+    for name in ("LICENSE", "server/dashboard/static/vendor/uPlot.LICENSE.txt"):
+        assert f"{licences}/licenses/{name}" in names

@@ -10,7 +10,7 @@ import pytest
 
 from nwor.engine.trees.requirements import CHAIN_REASONS
 from nwor.tree_shape import TreeKind, TreeShape
-from tests.dashboard.browser import SOON, WINDOWS, Seen, drawn, text, unlock, wait
+from tests.dashboard.browser import SOON, WINDOWS, Seen, drawn, drawn_bars, text, unlock, wait
 from tests.dashboard.stand_in import Metrics, StandIn
 from tests.waiting import wait_until
 
@@ -52,12 +52,11 @@ def test_the_headline_is_what_a_step_gives_now_since_the_start_and_over_time(
     wait(page, "#tokens", "3.25")
     assert text(page, "#tokens-more").startswith("of 5.0 verified in the last ")
     assert text(page, "#tokens-start") == "2.50 since the start"
-    wait(page, "#chart-tokens .legend", "3.25")
+    wait(page, "#chart-tokens .u-legend", "3.25")
 
     def falls() -> bool:
         stand_in.metrics.add_windows([4, 0, 0, 0, 0])
-        heights = {float(height) for height in re.findall(r"[\d.]+ ([\d.]+)", drawn(page, "chart-tokens"))}
-        return len(heights) > 1
+        return len({value for _, value in drawn(page, "chart-tokens")}) > 1
 
     wait_until(falls, SOON / 1000, "the line has the fall")
 
@@ -99,7 +98,7 @@ def test_trees_are_shown_by_shape_depth_and_nodes(trees: StandIn, visit: Seen) -
         ("5", "25.0", "20.0"),
         ("6", "25.0", "20.0"),
     ]
-    assert page.locator("#positions rect.bar").count() == 6
+    assert drawn_bars(page) == 6
     assert page.locator("#positions").get_by_text("depth in the tree").count() == 1
 
 

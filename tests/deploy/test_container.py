@@ -71,7 +71,7 @@ def test_the_last_stage_brings_no_build_tools(stage: str) -> None:
 @pytest.mark.parametrize("stage", FINAL_STAGES)
 def test_licences_and_labels(stage: str) -> None:
     copied = " ".join(of_stage(stage, "COPY"))
-    assert "LICENSE" in copied
+    assert {"LICENSE", "server/dashboard/static/vendor/uPlot.LICENSE.txt"} <= set(copied.split())
     assert "/usr/share/licenses/nwor/" in copied
     labels = of_stage(stage, "LABEL")[0]
     for label in ("title", "description", "licenses", "version", "revision"):
@@ -286,4 +286,6 @@ def test_image_works_read_only_without_rights_or_tools(engine: str) -> None:
     tools = in_image(
         engine, "sh", "-c", "command -v gcc g++ cc make nvcc; id -u; ls /usr/share/licenses/nwor"
     )
-    assert tools.stdout.split() == ["10001", "LICENSE", "README.md", "python-packages.tsv"]
+    assert tools.stdout.split() == [
+        *("10001", "LICENSE", "README.md", "python-packages.tsv", "uPlot.LICENSE.txt")
+    ]

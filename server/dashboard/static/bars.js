@@ -1,7 +1,7 @@
 // Acceptance by position in the window, or by depth in a tree: a bar for the shown period, a mark for the time
 // since the start.
 
-import { svg } from "./chart.js";
+import { colour, plotIn } from "./chart.js";
 import { percent } from "./format.js";
 
 /** What the bars are called where windows are chains, and where they are trees. */
@@ -12,7 +12,8 @@ export const POSITIONS = {
 };
 export const DEPTHS = { title: "Acceptance by depth", one: "depth", axis: "depth in the tree" };
 
-const MARGIN = { top: 20, right: 4, bottom: 36, left: 48 };
+/** The part of its place that a bar takes, and the most pixels. */
+const WIDTH = [0.56, 44];
 
 export class Bars {
   /** @param {HTMLElement} host gets the drawing */
@@ -20,13 +21,35 @@ export class Bars {
     this.frame = document.createElement("div");
     this.frame.className = "plot bars";
     this.frame.setAttribute("role", "img");
-    this.root = svg("svg", { "aria-hidden": "true" });
-    this.frame.append(this.root);
-    host.append(this.frame);
-    this.period = [];
-    this.start = [];
-    this.names = POSITIONS;
-    new ResizeObserver(() => this.#draw()).observe(this.frame);
+    this.axis = document.createElement("p");
+    this.axis.className = "bars-axis small";
+    host.append(this.frame, this.axis);
+    const options = {
+      padding: [20, 4, 0, 0],
+      legend: { show: false },
+      cursor: { show: false },
+      scales: {
+        x: { time: false, range: (u) => [-0.5, Math.max(1, u.data[0].length) - 0.5] },
+        y: { range: [0, 1] },
+      },
+      axes: [
+        { size: 20, space: 16, incrs: [1, 4], values: (u, places) => places.map((place) => place + 1) },
+        { size: 48, incrs: [0.5], values: (u, marks) => marks.map((mark) => percent(mark, 0)) },
+      ],
+      series: [
+        {},
+        {
+          paths: window.uPlot.paths.bars({ size: WIDTH }),
+          fill: colour("first"),
+          alpha: 0.78,
+          width: 0,
+          points: { show: false },
+        },
+        { show: false },
+      ],
+      hooks: { draw: [drawMarks] },
+    };
+    this.plot = plotIn(this.frame, options, [[], [], []]);
   }
 
   /**
@@ -38,9 +61,6 @@ export class Bars {
    * @param {{title: string, one: string, axis: string}} names what the bars are called
    */
   show(period, start, words, names) {
-    this.period = period;
-    this.start = start;
-    this.names = names;
     const text = start.map(
       (share, index) => `${names.one} ${index + 1}: ${percent(period[index])}, since start ${percent(share)}`,
     );
@@ -48,56 +68,28 @@ export class Bars {
       "aria-label",
       `${names.title}, ${words}. ${text.join("; ") || "No draft tokens yet"}.`,
     );
-    this.#draw();
+    this.axis.textContent = names.axis;
+    this.plot.setData([[...start.keys()], start.map((_, index) => period[index] ?? null), start]);
   }
+}
 
-  #draw() {
-    const width = this.frame.clientWidth;
-    const height = this.frame.clientHeight;
-    if (!width || !height) return;
-    const bottom = height - MARGIN.bottom;
-    const right = width - MARGIN.right;
-    const y = (share) => bottom - share * (bottom - MARGIN.top);
-    this.root.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    this.root.replaceChildren();
-    for (const mark of [0, 0.5, 1]) {
-      const at = Math.round(y(mark)) + 0.5;
-      svg("path", { d: `M${MARGIN.left} ${at}H${right}`, class: mark === 0 ? "axis" : "grid" }, this.root);
-      svg("text", { x: MARGIN.left - 8, y: at + 4, class: "tick end" }, this.root).textContent = percent(
-        mark,
-        0,
-      );
+/** Draw marks, and values above them. Those that would touch are left out; the description has all of them. */
+function drawMarks({ ctx, data: [places, period, start], axes, bbox, valToPos }) {
+  const slot = bbox.width / places.length;
+  const half = Math.min(WIDTH[0] * slot, WIDTH[1] * devicePixelRatio) / 2 + 5 * devicePixelRatio;
+  ctx.save();
+  ctx.font = `600 ${axes[0].font[0]}`;
+  ctx.fillStyle = colour("ink")();
+  ctx.textAlign = "center";
+  ctx.textBaseline = "bottom";
+  for (const place of places) {
+    const x = valToPos(place, "x", true);
+    const y = (share) => Math.round(valToPos(share ?? 0, "y", true));
+    if (start[place] !== null) {
+      ctx.fillRect(x - half, y(start[place]) - devicePixelRatio, 2 * half, 2 * devicePixelRatio);
     }
-    const slot = (right - MARGIN.left) / Math.max(1, this.start.length);
-    const bar = Math.min(44, slot * 0.56);
-    // Labels that would touch are left out; the description has all of them.
-    const labelled = slot >= 38;
-    this.start.forEach((start, index) => {
-      const middle = MARGIN.left + slot * (index + 0.5);
-      const share = this.period[index];
-      if (share !== null && share !== undefined) {
-        const top = y(share);
-        svg(
-          "rect",
-          { x: middle - bar / 2, y: top, width: bar, height: Math.max(0, bottom - top), class: "bar" },
-          this.root,
-        );
-      }
-      if (start !== null) {
-        svg("path", { d: `M${middle - bar / 2 - 5} ${y(start)}h${bar + 10}`, class: "mark" }, this.root);
-      }
-      if (labelled) {
-        const above = Math.min(y(share ?? 0), start === null ? bottom : y(start));
-        const label = { x: middle, y: above - 6, class: "tick middle strong" };
-        svg("text", label, this.root).textContent = percent(share, 0);
-      }
-      if (slot >= 16 || index % 4 === 0) {
-        svg("text", { x: middle, y: bottom + 16, class: "tick middle" }, this.root).textContent = String(
-          index + 1,
-        );
-      }
-    });
-    const axis = { x: (MARGIN.left + right) / 2, y: height - 3, class: "tick middle" };
-    svg("text", axis, this.root).textContent = this.names.axis;
+    const above = Math.min(y(period[place]), y(start[place])) - 4 * devicePixelRatio;
+    if (slot >= 38 * devicePixelRatio) ctx.fillText(percent(period[place], 0), x, above);
   }
+  ctx.restore();
 }

@@ -1,31 +1,53 @@
-// Lines over time, in SVG. The legend is the read-out: it shows the values under the pointer, else the latest.
+// Lines over time, drawn by uPlot. The legend is the read-out: it shows the values under the pointer, else the latest.
 
 import { timeOfDay, timeWithSeconds } from "./format.js";
+import { setText } from "./page.js";
 
-const SVG = "http://www.w3.org/2000/svg";
-const MARGIN = { top: 10, right: 10, bottom: 22, left: 64 };
-const STEPS = [1, 2, 5, 10];
-/** Seconds between labels of the time axis. */
-const TIME_STEPS = [15, 30, 60, 120, 300, 600, 900];
+const { uPlot } = window;
 
-/** Make an SVG element with attributes. */
-export function svg(name, attributes = {}, parent = null) {
-  const element = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  parent?.append(element);
-  return element;
+/** Steps of the upward axis: 0.01, 0.02, 0.05, 0.1 and so on. */
+const STEPS = Array.from({ length: 48 }, (_, n) => [1, 2, 5][n % 3] * 10 ** (Math.floor(n / 3) - 2));
+/** Lines that are told apart by more than their colour: on the canvas, and in the legend. */
+const DASHES = { second: { pixels: [1, 4], border: "dotted" }, base: { pixels: [6, 4], border: "dashed" } };
+
+/** A colour of base.css, as it is when something is drawn: it follows the theme. */
+export const colour = (name) => () =>
+  getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
+
+/** Make a plot that fills its frame and follows the theme. The frame's label says what it shows. */
+export function plotIn(frame, { axes, ...options }, data) {
+  const { fontSize, fontFamily } = getComputedStyle(frame);
+  // uPlot enlarges whole pixels alone on dense screens.
+  const text = { font: `${Math.round(parseFloat(fontSize))}px ${fontFamily}`, stroke: colour("soft") };
+  const base = { stroke: colour("base"), width: 1, size: 4 };
+  // There is no line of the grid where the axis is.
+  const grid = { stroke: colour("grid"), width: 1, filter: (u, marks) => marks.map((mark) => mark || null) };
+  const across = { ...text, gap: 3, ticks: base, border: { ...base, show: true }, grid: { show: false } };
+  const up = { ...text, gap: 8, ticks: { show: false }, grid };
+  const all = {
+    width: 0,
+    height: 0,
+    axes: [
+      { ...across, ...axes[0] },
+      { ...up, ...axes[1] },
+    ],
+    ...options,
+  };
+  const plot = new uPlot(all, data, frame);
+  plot.root.setAttribute("aria-hidden", "true");
+  const fit = () => plot.setSize({ width: frame.clientWidth, height: frame.clientHeight });
+  new ResizeObserver(fit).observe(frame);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw(false));
+  return plot;
 }
 
-/** Round steps from 0 (or below) to above `high`; at least one. */
-export function ticks(low, high, wanted) {
-  const span = high - low || 1;
-  const rough = span / wanted;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = STEPS.map((factor) => factor * power).find((candidate) => candidate >= rough * 0.999);
-  const result = [];
-  for (let at = Math.floor(low / step) * step; at < high + step * 0.999; at += step) result.push(at);
-  return result;
-}
+/** Have uPlot listen to these events in place of a mouse's: fingers point, too. */
+const listen =
+  (...types) =>
+  (u, target, handle) => {
+    for (const type of types) target.addEventListener(type, handle);
+    return null;
+  };
 
 export class Chart {
   /**
@@ -35,31 +57,80 @@ export class Chart {
    *   between?: [string, string]}} options
    *   `axis` writes values of the axis, where they differ from those of the read-out; `top` fixes the axis'
    *   end, `least` is the smallest one; the area between two series may be filled
-   * @param {(index: number | null, spoken: string | null) => void} onCursor called when the read-out moves;
-   *   with words when it was moved by keyboard
    */
-  constructor(host, options, onCursor) {
-    this.host = host;
-    this.options = options;
-    this.onCursor = onCursor;
-    this.points = [];
-    this.cursor = null;
-    this.values = new Map();
-    this.#legend();
+  constructor(host, { title, format, axis = format, top, least = 1, series, between }) {
+    Object.assign(this, { title, format, series, range: [null, null] });
     this.frame = document.createElement("div");
     this.frame.className = "plot";
     this.frame.tabIndex = 0;
     this.frame.setAttribute("role", "group");
     this.frame.setAttribute("aria-roledescription", "chart");
-    this.root = svg("svg", { "aria-hidden": "true" });
-    this.frame.append(this.root);
     host.append(this.frame);
-    this.frame.addEventListener("pointermove", (event) => this.#point(event));
-    this.frame.addEventListener("pointerdown", (event) => this.#point(event));
-    this.frame.addEventListener("pointerleave", () => this.onCursor(null, null));
-    this.frame.addEventListener("blur", () => this.onCursor(null, null));
+    const styleOf = (u, line) => series[line - 1].style;
+    const inStyle = (u, line) => `var(--${styleOf(u, line)})`;
+    const lines = series.map(({ label, style }) => ({
+      label,
+      stroke: colour(style),
+      width: 2,
+      cap: "round",
+      dash: DASHES[style]?.pixels.map((length) => length * devicePixelRatio),
+      value: (u, value, line, index) => format(u.data[line].at(index ?? -1)),
+      points: { show: false, filter: alone, size: 4, width: 0 },
+    }));
+    const area = (fill, keys) => ({
+      series: keys.map((key) => 1 + series.findIndex((one) => one.key === key)),
+      fill: colour(fill),
+    });
+    this.plot = plotIn(
+      this.frame,
+      {
+        ms: 1,
+        padding: [10, 10, 0, 0],
+        scales: {
+          x: { range: () => this.range },
+          y: { range: (u, low, high) => [0, top ?? Math.max(least, 1.05 * high)] },
+        },
+        axes: [
+          {
+            size: 22,
+            space: 76,
+            // A label that would be cut off at the end is left out until it has moved in.
+            values: (u, times, index, space, step) => {
+              const end = u.bbox.width / devicePixelRatio - 16;
+              const format = step < 60_000 ? timeWithSeconds : timeOfDay;
+              return times.map((time) => (u.valToPos(time, "x") > end ? null : format(time)));
+            },
+          },
+          { size: 64, incrs: STEPS, values: (u, marks) => marks.map((mark) => axis(mark)) },
+        ],
+        series: [
+          { class: "clock", value: (u, time) => (time === null ? "" : timeWithSeconds(time)) },
+          ...lines,
+        ],
+        // Each fills below its first series and above its second: one of them where the lines have crossed.
+        bands: between ? [area("saved", between), area("extra", between.toReversed())] : [],
+        legend: {
+          mount: (u, legend) => this.frame.before(legend),
+          markers: { stroke: inStyle, dash: (u, line) => DASHES[styleOf(u, line)]?.border ?? "solid" },
+        },
+        cursor: {
+          y: false,
+          drag: { x: false },
+          sync: { key: "charts", scales: ["x", null] },
+          points: { size: 9, width: 2, stroke: inStyle, fill: "var(--page)" },
+          move: (u, left, up) => [left < 0 || !u.data[0].length ? left : this.#left(u.posToIdx(left)), up],
+          // Clicks on the legend would hide lines, for mice alone.
+          bind: {
+            mousemove: listen("pointermove", "pointerdown"),
+            mouseleave: listen("pointerleave"),
+            click: listen(),
+          },
+        },
+      },
+      [[], ...series.map(() => [])],
+    );
+    this.frame.addEventListener("blur", () => this.#read(null));
     this.frame.addEventListener("keydown", (event) => this.#key(event));
-    new ResizeObserver(() => this.#draw()).observe(this.frame);
   }
 
   /**
@@ -69,177 +140,56 @@ export class Chart {
    * @param {[number, number]} range milliseconds
    */
   show(points, range) {
-    this.points = points;
+    const { plot } = this;
+    const read = plot.data[0][plot.cursor.idx];
     this.range = range;
-    this.#draw();
-  }
-
-  /** Show the values of one point, or the latest ones with null. */
-  setCursor(index) {
-    this.cursor = index;
-    this.#readOut();
-  }
-
-  #legend() {
-    this.legend = document.createElement("dl");
-    this.legend.className = "legend";
-    for (const { key, label, style } of this.options.series) {
-      const item = document.createElement("div");
-      const term = document.createElement("dt");
-      const swatch = svg("svg", { class: "swatch", viewBox: "0 0 18 6", "aria-hidden": "true" });
-      svg("path", { d: "M0 3H18", class: `line ${style}` }, swatch);
-      term.append(swatch, label);
-      const value = document.createElement("dd");
-      item.append(term, value);
-      this.legend.append(item);
-      this.values.set(key, value);
-    }
-    this.clock = document.createElement("p");
-    this.clock.className = "clock";
-    const head = document.createElement("div");
-    head.className = "readout";
-    head.append(this.legend);
-    this.host.append(this.clock, head);
-  }
-
-  #draw() {
-    const width = this.frame.clientWidth;
-    const height = this.frame.clientHeight;
-    if (!width || !height || !this.range) return;
-    const { series, top, least = 1, format, axis = format } = this.options;
-    const all = this.points.flatMap(({ values }) => series.map(({ key }) => values[key] ?? 0));
-    const marks = top ? [0, top / 4, top / 2, (3 * top) / 4, top] : ticks(0, Math.max(least, ...all), 4);
-    const high = marks.at(-1);
-    const [from, to] = this.range;
-    const right = width - MARGIN.right;
-    const bottom = height - MARGIN.bottom;
-    this.x = (time) => MARGIN.left + ((time - from) / (to - from)) * (right - MARGIN.left);
-    this.y = (value) => bottom - (value / high) * (bottom - MARGIN.top);
-    this.root.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    this.root.replaceChildren();
-    for (const mark of marks) {
-      const y = Math.round(this.y(mark)) + 0.5;
-      svg("path", { d: `M${MARGIN.left} ${y}H${right}`, class: mark === 0 ? "axis" : "grid" }, this.root);
-      svg("text", { x: MARGIN.left - 8, y: y + 4, class: "tick end" }, this.root).textContent = axis(mark);
-    }
-    this.#timeAxis(from, to, right, bottom);
-    this.#areas();
-    for (const { key, style } of series) this.#line(key, style);
-    this.rule = svg("path", { class: "rule" }, this.root);
-    this.dots = series.map(({ style }) => svg("circle", { r: 3.5, class: `dot ${style}` }, this.root));
-    this.#readOut();
-  }
-
-  #timeAxis(from, to, right, bottom) {
-    const room = Math.max(2, Math.floor((right - MARGIN.left) / 76));
-    const step = (TIME_STEPS.find((seconds) => (to - from) / 1000 / seconds <= room) ?? 1800) * 1000;
-    const format = step < 60000 ? timeWithSeconds : timeOfDay;
-    for (let time = Math.ceil(from / step) * step; time <= to; time += step) {
-      const x = this.x(time);
-      const label = { x, y: bottom + 16, class: x > right - 24 ? "tick end" : "tick middle" };
-      if (x > right - 24) label.x = right;
-      svg("path", { d: `M${x} ${bottom}v4`, class: "axis" }, this.root);
-      svg("text", label, this.root).textContent = format(time);
-    }
-  }
-
-  /** Runs of points without a missing value of any of the keys. */
-  #runs(...keys) {
-    const runs = [];
-    let run = null;
-    for (const point of this.points) {
-      const complete = keys.every((key) => Number.isFinite(point.values[key]));
-      if (!complete || point.afterGap) run = null;
-      if (!complete) continue;
-      if (run === null) runs.push((run = []));
-      run.push(point);
-    }
-    return runs;
-  }
-
-  #line(key, style) {
-    const place = ({ time, values }) => `${this.x(time).toFixed(1)} ${this.y(values[key]).toFixed(1)}`;
-    for (const run of this.#runs(key)) {
-      // A point alone is drawn as a dot: a line of no length with round ends.
-      const d = `M${run.map(place).join("L")}${run.length === 1 ? "h0.01" : ""}`;
-      svg("path", { d, class: `line ${style}` }, this.root);
-    }
-  }
-
-  /** Fill between two series: one colour where the first is the higher, another where it is the lower. */
-  #areas() {
-    if (!this.options.between) return;
-    const [upper, lower] = this.options.between;
-    for (const run of this.#runs(upper, lower)) {
-      for (const [style, sign] of [
-        ["saved", 1],
-        ["extra", -1],
-      ]) {
-        const edge = ({ time, values }, value) =>
-          `${this.x(time).toFixed(1)} ${this.y(value(values)).toFixed(1)}`;
-        const low = (values) => values[lower];
-        const high = (values) => (sign * (values[upper] - values[lower]) > 0 ? values[upper] : values[lower]);
-        const there = run.map((point) => edge(point, high));
-        const back = run.map((point) => edge(point, low)).reverse();
-        svg("path", { d: `M${there.join("L")}L${back.join("L")}Z`, class: `area ${style}` }, this.root);
-      }
-    }
-  }
-
-  #readOut() {
-    const point = this.cursor === null ? this.points.at(-1) : this.points[this.cursor];
-    const { title, series, format } = this.options;
-    const words = [];
-    for (const { key, label } of series) {
-      const text = format(point?.values[key]);
-      this.values.get(key).textContent = text;
-      words.push(`${label} ${text}`);
-    }
-    this.clock.textContent = this.cursor === null ? "" : timeWithSeconds(point.time);
-    this.frame.setAttribute(
-      "aria-label",
-      `${title}. Latest: ${words.join(", ")}. Arrow keys read earlier values.`,
+    // A point without values makes the gap.
+    const all = points.flatMap((point) =>
+      point.afterGap ? [{ time: point.time - 1, values: {} }, point] : [point],
     );
-    if (!this.rule) return;
-    this.rule.setAttribute(
-      "d",
-      this.cursor === null ? "" : `M${this.x(point.time)} ${this.y(0)}V${MARGIN.top}`,
-    );
-    this.dots.forEach((dot, index) => {
-      const value = point?.values[series[index].key];
-      const visible = this.cursor !== null && Number.isFinite(value);
-      dot.classList.toggle("hidden", !visible);
-      if (!visible) return;
-      dot.setAttribute("cx", this.x(point.time));
-      dot.setAttribute("cy", this.y(value));
-    });
+    const values = ({ key }) => all.map((point) => point.values[key] ?? null);
+    plot.batch(() => plot.setData([all.map(({ time }) => time), ...this.series.map(values)]));
+    // What is read stays the same point while the lines move on.
+    if (read !== undefined) plot.setCursor({ left: this.#left(plot.valToIdx(read)), top: 0 });
+    const label = `${this.title}. Latest: ${this.#words(-1)}. Arrow keys read earlier values.`;
+    this.frame.setAttribute("aria-label", label);
   }
 
-  #point(event) {
-    if (!this.points.length) return;
-    const at = event.clientX - this.frame.getBoundingClientRect().left;
-    const distance = (point) => Math.abs(this.x(point.time) - at);
-    let best = 0;
-    for (let index = 1; index < this.points.length; index += 1) {
-      if (distance(this.points[index]) < distance(this.points[best])) best = index;
-    }
-    this.onCursor(best, null);
+  #left(index) {
+    return Math.max(0, this.plot.valToPos(this.plot.data[0][index], "x"));
+  }
+
+  #words(index) {
+    const value = (line) => this.format(this.plot.data[line + 1].at(index));
+    return this.series.map(({ label }, line) => `${label} ${value(line)}`).join(", ");
+  }
+
+  /** Read the values of a point in all charts, or with null the latest ones. */
+  #read(index) {
+    const place = index === null ? { left: -10, top: -10 } : { left: this.#left(index), top: 0 };
+    this.plot.setCursor(place, true, true);
   }
 
   #key(event) {
-    const last = this.points.length - 1;
+    const times = this.plot.data[0];
+    const last = times.length - 1;
     if (last < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
-    const at = this.cursor ?? last;
+    const at = this.plot.cursor.idx ?? last;
     const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last };
     if (event.key === "Escape") {
-      this.onCursor(null, null);
+      this.#read(null);
     } else if (event.key in moves) {
       event.preventDefault();
       const index = Math.min(last, Math.max(0, moves[event.key]));
-      const { time, values } = this.points[index];
-      const { series, format } = this.options;
-      const words = series.map(({ key, label }) => `${label} ${format(values[key])}`).join(", ");
-      this.onCursor(index, `${timeWithSeconds(time)}: ${words}`);
+      this.#read(index);
+      setText("spoken", `${timeWithSeconds(times[index])}: ${this.#words(index)}`);
     }
   }
+}
+
+/** Points with gaps on both sides: no line leads to them, so they are dots. */
+function alone(u, line) {
+  const values = [null, ...u.data[line], null];
+  const is = (index) => values[index] === null && values[index + 1] !== null && values[index + 2] === null;
+  return [...u.data[line].keys()].filter(is);
 }

@@ -28,27 +28,20 @@ const DOWN = "The engine is down";
 /** What elements with `data-needs` need. */
 const NEEDS = { nwor: "hasNwor", speculation: "hasSpeculation", choice: "hasChoice", tree: "tree" };
 
-const clock = () => performance.timeOrigin + performance.now();
+/** Whole milliseconds: uPlot's time axis takes no others. */
+const clock = () => Math.round(performance.timeOrigin + performance.now());
 
 const history = new History(LONGEST_STEP);
 const period = byId("period");
-const charts = new Map();
+/** By their elements. */
+export const charts = new Map();
 let missed = false;
 let polling = false;
 let timer = null;
 let reasons = {};
 
 function addChart(id, options, values) {
-  const onCursor = (index, spoken) => {
-    const time = index === null ? null : charts.get(id).chart.points[index].time;
-    // All charts have the same points.
-    for (const { chart } of charts.values()) {
-      const same = time === null ? -1 : chart.points.findIndex((point) => point.time === time);
-      chart.setCursor(same < 0 ? null : same);
-    }
-    if (spoken !== null) setText("spoken", spoken);
-  };
-  charts.set(id, { chart: new Chart(byId(id), options, onCursor), values });
+  charts.set(id, { chart: new Chart(byId(id), options), values });
 }
 
 addChart(
@@ -114,7 +107,7 @@ addChart(
   },
   ({ now }) => ({ running: now.running, waiting: now.waiting }),
 );
-const bars = new Bars(byId("positions"));
+export const bars = new Bars(byId("positions"));
 const admin = new Admin(() => poll());
 period.addEventListener("change", render);
 
