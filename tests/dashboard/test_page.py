@@ -143,7 +143,7 @@ def test_draft_tokens_are_set_with_the_key(stand_in: StandIn, visit: Seen) -> No
     wait(page, "#admin-error", "Draft tokens 7 lie outside of auto:0-6")
     page.fill("#lengths", "<many>")
     page.keyboard.press("Enter")
-    wait(page, "#admin-error", "use auto, or bounds as auto:1-8")
+    wait(page, "#admin-error", "use auto, bounds as auto:1-8, or a number")
     assert [state.draft_tokens for state in stand_in.engine.ranks] == ["auto:1-3"] * 2
 
 
