@@ -357,16 +357,22 @@ def test_likeliest_tokens(vocabulary: int, dtype: torch.dtype) -> None:
     assert torch.equal(logprobs[:, 1], assumed.expand(4, width))
 
 
-def test_passes_of_chains_note_no_runners_up() -> None:
-    """A tree's do, in batches that may have trees; all say the likeliest token of each row."""
+def test_what_passes_of_the_drafter_note() -> None:
+    """The first pass notes all that may have trees, in graphs of larger batches too. Chains note none."""
     from nwor.engine.trees.speculator import TreeDrafts
+    from nwor.engine.trees.tables import TreeTables
+    from nwor.tree_shape import TreeShape
 
-    tables = _tables((12, 4, 3), slots=8)
-    tables.most_requests = 4
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(8, 40, generator=generator)
+    most, rows, shape = 4, 40, TreeShape(12, 4, 2)
+    tables = TreeTables(shape, rows, 256, torch.device("cpu"), most)
+    assert tables.candidates is not None
+    noted = tables.candidates.tokens
+    logits = torch.randn(rows, 40, generator=torch.Generator().manual_seed(3))
+    likeliest = logits.argmax(dim=-1)
 
     class Speculator:
+        device = torch.device("cpu")
+
         def propose(self) -> None: ...
 
         def sample_draft(self) -> None: ...
@@ -376,25 +382,28 @@ def test_passes_of_chains_note_no_runners_up() -> None:
 
         def _generate_draft(self, num_reqs: int, num_speculative_steps: int) -> None:
             for step in range(1, num_speculative_steps):
-                rest: Any = (None, None, None, None, torch.tensor(step), None)
-                found = self.sample_draft(torch.zeros(num_reqs, 2), *rest)  # type: ignore[call-arg,func-returns-value]
-                assert torch.equal(found, logits[:num_reqs].argmax(dim=-1))  # type: ignore[arg-type]
+                assert torch.equal(_sample(self, num_reqs, step), likeliest[:num_reqs])
 
         def _generate_fused_drafts(self, num_reqs: int, num_speculative_steps: int) -> None:
             self._generate_draft(num_reqs=num_reqs, num_speculative_steps=num_speculative_steps)
 
         _multi_step_decode = _generate_fused_drafts
 
+    def _sample(speculator: Any, requests: int, step: int = 0) -> torch.Tensor:
+        rest = (None, None, None, None, torch.tensor(step), None)
+        found: torch.Tensor = speculator.sample_draft(torch.zeros(requests, 2), *rest)
+        return found
+
     speculator: Any = Speculator()
     TreeDrafts(speculator, tables, lambda: NONE)
     for name in ("_generate_draft", "_generate_fused_drafts", "_multi_step_decode"):
-        for requests, drafts in ((2, 3), (2, 4), (8, 12)):
-            tables.tokens.fill_(-1)
+        for requests, drafts in ((2, 3), (2, 4), (rows, 3), (rows, 12)):
+            noted.fill_(-1)
             getattr(speculator, name)(requests, drafts)
-            assert (tables.tokens == -1).all(), (name, requests, drafts)
-        getattr(speculator, name)(2, 12)
-        wanted = logits[:2].topk(3).indices
-        for step in range(1, 4):
-            assert torch.equal(tables.tokens[:2, step], wanted)
-        assert (tables.tokens[2:] == -1).all()
-        assert (tables.tokens[:, 0] == -1).all()
+            assert (noted == -1).all() or drafts == 12, (name, requests, drafts)
+    for requests in (2, most, most + 1, rows):
+        noted.fill_(-1)
+        assert torch.equal(_sample(speculator, requests), likeliest[:requests])
+        kept = min(requests, most)
+        assert torch.equal(noted[:kept], logits[:kept].topk(shape.width).indices)
+        assert (noted[kept:] == -1).all()

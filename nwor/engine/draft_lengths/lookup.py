@@ -161,8 +161,9 @@ class DraftLengths:
         made = scheduled.num_spec_tokens_to_schedule
         longest = max(map(len, drafts.values()), default=0)
         rows = scheduled.total_num_scheduled_tokens
-        prompt = rows - requests - sum(map(len, drafts.values()))
-        if longest != made or sum(map(len, drafts.values())) < MOST_MADE * made * len(drafts):
+        verified = sum(map(len, drafts.values()))
+        prompt = rows - requests - verified
+        if longest != made or verified < MOST_MADE * made * len(drafts):
             seconds = 0.0  # the number has just changed, or windows of requests are bounded
         self.policy.observe_step(requests, longest, prompt, tokens, seconds)
 

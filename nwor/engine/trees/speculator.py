@@ -30,7 +30,7 @@ class TreeDrafts:
         self._tables = tables
         self._refusing = refusing
         self._propose = speculator.propose
-        self._likeliest_alone = self._within_comb = False
+        self._likeliest_alone = False
         speculator.propose = self.propose
         speculator.sample_draft = self.sample_draft
         self.growth: TreeGrowth | None = None
@@ -51,19 +51,13 @@ class TreeDrafts:
                 *args, num_speculative_steps = args  # type: ignore[assignment]
             assert num_speculative_steps is not None
             if not shape.is_tree(num_speculative_steps):
-                # Nobody asks for the runners-up of a chain, unless its passes are those of a comb.
-                before, self._likeliest_alone = self._likeliest_alone, not self._within_comb
+                # Nobody asks for the runners-up of a chain. A comb's passes come here by their depth.
+                before, self._likeliest_alone = self._likeliest_alone, growth is not None
                 try:
                     stock(*args, num_speculative_steps=num_speculative_steps, **kwargs)
                 finally:
                     self._likeliest_alone = before
-            elif growth is None:
-                self._within_comb = True
-                try:
-                    stock(*args, num_speculative_steps=shape.depth, **kwargs)
-                finally:
-                    self._within_comb = False
-            elif _requests(*args, **kwargs) > self._tables.most_requests:
+            elif growth is None or _requests(*args, **kwargs) > self._tables.most_requests:
                 stock(*args, num_speculative_steps=shape.depth, **kwargs)
             elif name == "_multi_step_decode":
                 # Of metadata, which vLLM builds anew for each pass here, ours read where the context is.
@@ -90,11 +84,15 @@ class TreeDrafts:
         """Return the likeliest token of each row, and note the runners-up of a tree's pass."""
         tables = self._tables
         logits: torch.Tensor = self._speculator.compute_draft_logits(hidden_states, spec_step_idx)
-        if self._likeliest_alone or logits.shape[0] > tables.most_requests:
+        if self._likeliest_alone:
             return logits.argmax(dim=-1)
+        # A graph's rows are those of the largest batch, and requests come first. No trees are in larger ones.
+        leading, rest = logits[: tables.most_requests], logits[tables.most_requests :]
         if self.growth is not None:
-            return self.growth.note_first(logits)
-        return top_tokens(logits, draft_step, tables.tokens, tables.logprobs, tables.assumed)
+            likeliest = self.growth.note_first(leading)
+        else:
+            likeliest = top_tokens(leading, draft_step, tables.tokens, tables.logprobs, tables.assumed)
+        return torch.cat((likeliest, rest.argmax(dim=-1))) if len(rest) else likeliest
 
     def propose(
         self,
@@ -130,7 +128,7 @@ class TreeDrafts:
             **kwargs,
         )
         tokens: torch.Tensor = speculator.draft_tokens[: input_batch.num_reqs]
-        if shape.is_tree(drafts) and (self.growth is None or input_batch.num_reqs <= tables.most_requests):
+        if shape.is_tree(drafts) and input_batch.num_reqs <= tables.most_requests:
             tables.build(input_batch.idx_mapping, tokens, self._refusing(), drafts)
         elif drafts:
             tables.build_chains(input_batch.idx_mapping)
