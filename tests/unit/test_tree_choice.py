@@ -229,6 +229,68 @@ def test_steps_with_bounded_windows_say_nothing_of_costs() -> None:
     assert [seconds > 0 for seconds in seen] == [True, False, True, False]
 
 
+class _Measured:
+    """Requests of a measurement: they grow as they are told, and have room or not."""
+
+    steps: set[tuple[int, int]]
+
+    def __init__(self, worker: Any, blocks_of: Any) -> None:
+        self.most = worker.model_runner.max_model_len
+        _Measured.steps = set()
+
+    def blocks(self, count: int, tokens: int) -> int:
+        return count * tokens
+
+    def begin(self, count: int, prompt: int, room: int, drafts: int) -> None:
+        assert prompt + room <= self.most
+        self.count, self.last, self.computed, self.made = count, prompt + room, prompt, drafts
+
+    def step(self, drafts: int, then: int) -> None:
+        assert drafts == self.made, "a step verifies what the one before has made"
+        self.computed, self.made = self.computed + 1 + drafts, then
+        assert self.computed <= self.last
+        self.steps.add((self.count, drafts))
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("longest", "fitting"),
+    [
+        (2048, (0, 1, 2, 3, 4, 6, 8, 16, 32, 60)),
+        (400, (0, 1, 2, 3, 4, 6, 8, 16, 32, 60)),
+        (100, (0, 1, 2, 3, 4, 6, 8)),
+    ],
+)
+def test_short_contexts_are_measured_as_far_as_they_reach(
+    longest: int, fitting: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from vllm.v1.worker.gpu import warmup
+
+    from nwor.engine.draft_lengths import measurement
+
+    monkeypatch.setattr(measurement, "_Requests", _Measured)
+    monkeypatch.setattr(warmup, "_warmup_block_counter", lambda runner: None)
+    tree = TreeShape.of(60, 8)
+    runner = SimpleNamespace(
+        device=torch.device("cpu"),
+        kv_cache_config=SimpleNamespace(num_blocks=1 << 20),
+        kv_connector=SimpleNamespace(set_disabled=lambda disabled: None),
+        max_model_len=longest,
+        max_num_tokens=8192,
+        max_num_reqs=256,
+    )
+    costs = measurement.measure(SimpleNamespace(model_runner=runner), DraftBounds().with_tree(tree))
+    columns = dict(zip(costs.drafts, np.isfinite(costs.seconds).any(axis=0), strict=True))
+    known = {drafts for drafts, there in columns.items() if there}
+    assert known == set(fitting)
+    # The largest batch of each size of trees is among those measured.
+    wanted = {(tree.most_requests(nodes), nodes) for nodes in tree.sizes if nodes in fitting}
+    assert wanted <= _Measured.steps
+    assert not [1 for count, drafts in _Measured.steps if drafts > 8 and count > tree.most_requests(drafts)]  # type: ignore[attr-defined]
+
+
 def test_windows_that_were_not_attended_as_trees_say_nothing_of_them() -> None:
     lengths = DraftLengths(BOUNDS)
     for mode, inside in (("off", ""), ("stage", "fault")):

@@ -155,16 +155,16 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
     fitting = [
         drafts
         for drafts in numbers
-        if sum(sequence_of(drafts)) <= runner.max_model_len
-        and sequence_of(drafts)[0] <= runner.max_num_tokens
-        and requests.blocks(1, sum(sequence_of(drafts))) <= blocks
+        if sum(_sequence_of(drafts)) <= runner.max_model_len
+        and _sequence_of(drafts)[0] <= runner.max_num_tokens
+        and requests.blocks(1, sum(_sequence_of(drafts))) <= blocks
     ]
     if not fitting:
         raise NoRoomError(
             f"sequences of {runner.max_model_len} tokens, {runner.max_num_tokens} in a step, {blocks} blocks "
-            f"have no room for the measurement's, of {sum(sequence_of(numbers[0]))} tokens"
+            f"have no room for the measurement's, of {sum(_sequence_of(numbers[0]))} tokens"
         )
-    prompt, room = sequence_of(fitting[-1])
+    prompt, room = _sequence_of(fitting[-1])
     wider = min(_ROOM, runner.max_model_len - prompt)
     if requests.blocks(1, prompt + wider) <= blocks:
         room = max(room, wider)
@@ -192,7 +192,7 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
             ):
                 row.append(inf)
                 continue
-            needed = (SETTLE + STEPS + 1) * (1 + drafts)
+            needed = _sequence_of(drafts)[1]
             if left < needed:
                 requests.begin(count, prompt, room, drafts)
                 before, left = drafts, room
@@ -228,7 +228,7 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
     )
 
 
-def sequence_of(drafts: int) -> tuple[int, int]:
+def _sequence_of(drafts: int) -> tuple[int, int]:
     """Return the prompt that a measurement of so many draft tokens begins with, and what it grows by."""
     return drafts + _CONTEXT, (SETTLE + STEPS + 1) * (1 + drafts)
 
