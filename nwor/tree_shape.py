@@ -66,6 +66,11 @@ class TreeShape:
         """Draft tokens of a window that is a tree, ascending: with many requests fewer than with one."""
         return (*(nodes for nodes in SMALLER if self.depth < nodes < self.nodes), self.nodes)
 
+    @property
+    def longest_chain(self) -> int:
+        """Most draft tokens of a window that is a chain."""
+        return min(self.depth, self.nodes - 1)
+
     @staticmethod
     def most_requests(drafts: int) -> int:
         """Return for how many requests the engine may choose trees of so many draft tokens."""

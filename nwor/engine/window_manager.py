@@ -138,6 +138,12 @@ class WindowManager:
                 return
 
     @property
+    def longest_chain(self) -> int:
+        """Rows of the longest window that is a chain."""
+        tree = self.state.config.tree
+        return self.longest_window if tree is None else 1 + tree.longest_chain
+
+    @property
     def most_window_rows(self) -> int:
         """Rows of all windows of the largest batch."""
         scheduler = self.vllm_config.scheduler_config

@@ -12,6 +12,20 @@ from nwor.windows.layer_ops import Source
 
 
 @dataclass(frozen=True)
+class WindowKind:
+    """Which windows a CUDA graph is captured for: kernels are chosen by that.
+
+    Attributes:
+        longest: rows of the longest.
+        trees: whether any of them may be a tree.
+
+    """
+
+    longest: int
+    trees: bool
+
+
+@dataclass(frozen=True)
 class WindowBatch:
     """The windows of one step.
 

@@ -18,7 +18,7 @@ from nwor import ops
 from nwor.errors import WindowStateError
 from nwor.modes import Mode
 from nwor.ops import PreparedCommit
-from nwor.windows.batch import CapturedSources, HeldBatch, WindowBatch
+from nwor.windows.batch import CapturedSources, HeldBatch, WindowBatch, WindowKind
 from nwor.windows.kv_layers import LayerGroup, StagedLayer, group_layers
 from nwor.windows.layer_ops import LayerGroupOps, Source
 
@@ -29,6 +29,7 @@ __all__ = [
     "StagedLayer",
     "Window",
     "WindowBatch",
+    "WindowKind",
     "group_layers",
 ]
 
@@ -62,6 +63,7 @@ class Window:
         finished_direct: whether the open batch fell back to direct writes. Read only.
         shared: what was made once for all layers of the open batch, and holds until the next is begun.
         split: what the layers of a mixed step's graph share while it is captured; None at all other times.
+        kind: the windows that a graph is being captured for, where they are not any of the engine's.
         capture_errors: collects what goes wrong in layers while a graph is captured; None at all other times.
         source_rows: int32 [most tokens] on the device, where windows are trees: once a step is sampled, the
             row that each slot of the batch gets, negative for none. None where each slot gets its own row.
@@ -75,6 +77,7 @@ class Window:
     finished_direct: bool = False
     shared: dict[object, Any] = field(default_factory=dict)
     split: Any = None
+    kind: WindowKind | None = None
     capture_errors: list[str] | None = None
     source_rows: torch.Tensor | None = None
     _state: _State = _IDLE

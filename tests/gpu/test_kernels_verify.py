@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.verify_batch import Batch
+from tests.gpu.verify_batch import Batch, raw
 
 pytestmark = [
     pytest.mark.gpu,
@@ -146,3 +146,48 @@ def test_a_graph_captured_at_full_length_serves_any_batch(
     batch.contexts = [100, 200, 0, 0]
     torch.testing.assert_close(batch.output[:10].double(), batch.exact()[:10], atol=2e-2, rtol=2e-2)
     assert (batch.output[10:] == 7.0).all()
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["alone", "planned"])
+@each_format
+@each_head_configuration
+def test_a_graph_for_many_requests_serves_few(
+    heads: tuple[int, int, int], planned: bool, quantized: bool
+) -> None:
+    """The requests behind the last window count for nothing, wherever those with a window end."""
+    from nwor import ops
+
+    requests, window = 300, 2
+    contexts = [(37 * place) % 190 for place in range(requests)]
+    batch = Batch(heads, window, contexts, quantized)
+    want = batch.exact()
+    size = ops.verify_attention_workspace_size("cuda", *heads, window)
+    workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    plan = ops.make_verify_plan("cuda") if planned else None
+    starts = batch.starts.clone()
+    batch.attend(workspace, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        if plan is not None:
+            batch.write_plan(plan)
+        batch.attend(workspace, plan)
+    for there in (0, 1, 5, 31, 100, 127, 128, 129, 257, requests):
+        batch.starts.copy_(starts.clamp(max=there * window))
+        batch.output.fill_(7.0)
+        graph.replay()
+        torch.cuda.synchronize()
+        own, rest = batch.output[: there * window], batch.output[there * window :]
+        torch.testing.assert_close(own.double(), want[: there * window], atol=2e-2, rtol=2e-2)
+        assert (rest == 7.0).all()
+    # Requests without a window stand among the others, too.
+    kept = [place for place in range(requests) if place % 3]
+    lengths = torch.tensor([window * (place % 3 > 0) for place in range(requests)], device="cuda")
+    batch.starts[1:] = lengths.cumsum(0)
+    rows = [window * place + row for place in kept for row in range(window)]
+    for own in (batch.query, batch.key, batch.value):
+        raw(own)[: len(rows)] = raw(own)[rows].clone()
+    batch.output.fill_(7.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(batch.output[: len(rows)].double(), want[rows], atol=2e-2, rtol=2e-2)
+    assert (batch.output[len(rows) :] == 7.0).all()

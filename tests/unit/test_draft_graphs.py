@@ -6,6 +6,7 @@ of, what draft layers see while a graph is captured, drafters of another kind. G
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ pytest.importorskip("vllm")
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from nwor.config import DraftBounds
 from nwor.engine.cuda_graphs.draft import NworDraftGraphManager, NworDraftPassesManager
@@ -33,60 +35,125 @@ def layer() -> Any:
     return SimpleNamespace(impl=SimpleNamespace(vllm_flash_attn_version=3, nwor_draft=None))
 
 
+class Speculator(TargetDependentARSpeculator):
+    """A drafter's first pass: a model that adds one to each row, and a head that counts what it is given."""
+
+    def __init__(self, manager: Any, layer: Any) -> None:
+        self.prefill_cudagraph_manager = manager
+        self.layer = layer
+        self.runs: list[Any] = []
+        self.heads: list[Any] = []
+
+    load_draft_model = None  # type: ignore[assignment]
+
+    def _run_model(self, num_tokens: int, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        split = self.layer.impl.nwor_draft
+        seen = None if split is None else (split.num_tokens, split.rest_starts.tolist())
+        self.runs.append((num_tokens, seen))
+        return torch.full((num_tokens, 2), float(num_tokens)), torch.full((num_tokens, 2), -float(num_tokens))
+
+
+def _prefill(self: Any, num_reqs: int, num_tokens: int, *others: Any) -> Any:
+    last, fed_back = self._run_model(num_tokens, *others)
+    self.heads.append((num_reqs, last[0, 0].item(), fed_back[0, 0].item()))
+    return "head", num_reqs
+
+
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch, layer: Any) -> Any:
     made = object.__new__(SpeculatorCudaGraphManager)
     made.graphs, made._capture_descs = {}, {CUDAGraphMode.FULL: [UNIFORM]}
-    speculator = SimpleNamespace(prefill_cudagraph_manager=made)
+    made.max_num_reqs = 4
+    monkeypatch.setattr(TargetDependentARSpeculator, "_prefill", _prefill)
+    speculator = Speculator(made, layer)
     mixed = SimpleNamespace(graphs=dict.fromkeys(MIXED), chosen=None)
     assert NworDraftGraphManager.adopt(speculator, mixed, [layer])  # type: ignore[arg-type]
 
     def capture(self: Any, forward_fn: Any, state: Any, buffers: Any, progress_bar_desc: str = "") -> None:
         for desc in self._capture_descs[CUDAGraphMode.FULL]:
-            self.graphs[desc] = forward_fn(desc.num_reqs, desc.num_tokens, progress_bar_desc)
+            arguments = desc.num_reqs, desc.num_tokens, None, None, None, CUDAGraphMode.NONE
+            forward_fn(*arguments)
+            assert desc not in self.graphs
+            self.graphs[desc] = object()
 
     monkeypatch.setattr(SpeculatorCudaGraphManager, "capture", capture)
-    monkeypatch.setattr(CudaGraphManager, "run_fullgraph", lambda self, desc: self.graphs[desc])
-    starts = torch.arange(6, dtype=torch.int32)
-
-    def prefill(num_reqs: int, num_tokens: int, what: str) -> Any:
-        split = layer.impl.nwor_draft
-        seen = None if split is None else (split.num_tokens, split.rest_starts.tolist())
-        return num_reqs, num_tokens, "mixed" in what, seen
-
-    made.capture(prefill, None, SimpleNamespace(query_start_loc=starts), progress_bar_desc="own")
+    monkeypatch.setattr(CudaGraphManager, "run_fullgraph", lambda self, desc: (desc, self.graphs[desc])[0])
+    starts = torch.arange(40, dtype=torch.int32)
+    made.capture(speculator._prefill, None, SimpleNamespace(query_start_loc=starts), progress_bar_desc="own")
     assert layer.impl.nwor_draft is None
+    assert "_run_model" not in vars(speculator)
     return made
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, manager: Any, own: Any, target: Any, tokens: int) -> Any:
+def choose(
+    monkeypatch: pytest.MonkeyPatch, manager: Any, own: Any, target: Any, tokens: int, requests: int = 3
+) -> Any:
     monkeypatch.setattr(CudaGraphManager, "dispatch", lambda self, *_, **__: own)
     manager.mixed.chosen = target
-    return manager.dispatch(3, tokens, None, num_active_loras=0)
+    return manager.dispatch(requests, tokens, None, num_active_loras=0)
 
 
-def test_a_graph_for_each_of_the_targets_without_adapters(manager: Any) -> None:
+def test_a_graph_for_each_of_the_targets_and_for_each_number_of_requests(manager: Any) -> None:
+    alone = [desc for desc in MIXED if not desc.num_active_loras]
     assert set(manager.graphs) == {UNIFORM}
-    assert manager.graphs[UNIFORM] == (4, 20, False, None)
-    assert set(manager.mixed_graphs) == {desc for desc in MIXED if not desc.num_active_loras}
-    for desc, seen in manager.mixed_graphs.items():
-        assert seen == (4, desc.num_tokens, True, (desc.num_tokens, [0, 1, 2, 3, 4]))
+    assert set(manager.mixed_graphs) == set(alone)
+    runs: list[Any] = [(20, None)]  # vLLM's own; those by rows have attention scheduled in the graph
+    runs += [(desc.num_tokens, (desc.num_tokens, list(range(desc.num_reqs + 1)))) for desc in alone]
+    assert manager._speculator.runs == runs
+    # Neither runs the head for the requests of the largest batch: that is in the graphs by requests.
+    assert [desc.num_reqs for desc in manager.request_graphs] == [4, 2, 1]
+    assert manager._speculator.heads == [(4, 20.0, -20.0), *((count, 8.0, -8.0) for count in (4, 2, 1))]
     assert manager._capture_descs == {CUDAGraphMode.FULL: [UNIFORM]}
 
 
 def test_the_choice_follows_the_target(monkeypatch: pytest.MonkeyPatch, manager: Any) -> None:
     target = next(desc for desc in MIXED if desc.num_tokens == 32 and not desc.num_active_loras)
     adapters = next(desc for desc in MIXED if desc.num_active_loras)
-    assert choose(monkeypatch, manager, PIECES, target, 32) is target
-    assert manager.run_fullgraph(target)[2]
+    own = choose(monkeypatch, manager, PIECES, target, 32)
+    assert own in manager.mixed_graphs
+    assert own.num_tokens == 32
     assert choose(monkeypatch, manager, PIECES, None, 32) is PIECES
     assert choose(monkeypatch, manager, PIECES, target, 24) is PIECES
     assert choose(monkeypatch, manager, PIECES, adapters, adapters.num_tokens) is PIECES
     assert choose(monkeypatch, manager, UNIFORM, None, 32) is UNIFORM
-    assert not manager.run_fullgraph(UNIFORM)[2]
+    assert manager.run_fullgraph(UNIFORM) is UNIFORM
     # Where the number of drafts is chosen, the target of a step of windows alone runs in such a graph too.
-    assert choose(monkeypatch, manager, UNIFORM, target, 32) is target
+    assert choose(monkeypatch, manager, UNIFORM, target, 32) is own
+    # Steps with trees have graphs of their own, of the same rows.
+    trees = replace(target, num_reqs=1)
+    assert choose(monkeypatch, manager, PIECES, trees, 32) is own
     assert set(manager.graphs) == {UNIFORM}
+
+
+@pytest.mark.parametrize(("requests", "replayed"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, None)])
+def test_what_a_pass_does_for_each_request_is_done_for_those_that_there_are(
+    monkeypatch: pytest.MonkeyPatch, manager: Any, requests: int, replayed: int | None
+) -> None:
+    target = next(desc for desc in MIXED if desc.num_tokens == 24 and not desc.num_active_loras)
+    order: list[Any] = []
+    monkeypatch.setattr(
+        CudaGraphManager, "run_fullgraph", lambda self, desc: order.append((desc, self.graphs[desc]))
+    )
+    desc = choose(monkeypatch, manager, PIECES, target, 24, requests)
+    del manager._speculator.heads[:], manager._speculator.runs[:]
+    manager.run_fullgraph(desc)
+    (first, first_graph), *rest = order
+    assert first is desc
+    assert first_graph is manager.mixed_graphs[desc]
+    assert [other.num_reqs for other, _ in rest] == ([replayed] if replayed else [])
+    if replayed is None:
+        assert manager._speculator.heads == [(5, 8.0, -8.0)]
+        assert manager._speculator.runs == []
+        assert "_run_model" not in vars(manager._speculator)
+
+
+def test_a_drafter_that_feeds_back_what_its_head_reads_keeps_one_copy(manager: Any) -> None:
+    manager._forget()
+    state = torch.arange(6.0).view(3, 2)
+    manager._keep(state, state)
+    assert manager._states[0] is manager._states[1]
+    manager._keep(state[:2] + 1, state[:2] + 1)
+    assert manager._states[0].tolist() == [[1, 2], [3, 4], [4, 5]]
 
 
 def test_a_failed_capture_ends_the_start(
@@ -111,10 +178,17 @@ def test_drafters_of_another_kind_are_left_alone(layer: Any, version: int | None
     layer.impl.vllm_flash_attn_version = version
     stock = object.__new__(SpeculatorCudaGraphManager)
     adopt = NworDraftGraphManager.adopt
-    assert not adopt(SimpleNamespace(prefill_cudagraph_manager=stock), None, [layer])  # type: ignore[arg-type]
+    assert not adopt(Speculator(stock, layer), None, [layer])  # type: ignore[arg-type]
     assert type(stock) is SpeculatorCudaGraphManager
     layer.impl.vllm_flash_attn_version = 3
-    assert not adopt(SimpleNamespace(prefill_cudagraph_manager=stock), None, [])  # type: ignore[arg-type]
+    assert not adopt(Speculator(stock, layer), None, [])  # type: ignore[arg-type]
+    assert not adopt(SimpleNamespace(prefill_cudagraph_manager=stock), None, [layer])  # type: ignore[arg-type]
+
+    class Other(Speculator):
+        def _prefill(self, *_: Any) -> None:  # type: ignore[override]
+            pass
+
+    assert not adopt(Other(stock, layer), None, [layer])  # type: ignore[arg-type]
     assert not adopt(SimpleNamespace(prefill_cudagraph_manager=None), None, [layer])  # type: ignore[arg-type]
     assert not adopt(SimpleNamespace(), None, [layer])  # type: ignore[arg-type]
 

@@ -141,7 +141,7 @@ def test_the_gpu_runner_notes_what_it_put_in_place(monkeypatch: pytest.MonkeyPat
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(NworRunner, "initialize_kv_cache", lambda *args, **kwargs: None)
     monkeypatch.setattr(
-        runner_v2_gpu.NworCudaGraphManager, "adopt", staticmethod(lambda manager, rank, descs: manager)
+        runner_v2_gpu.NworCudaGraphManager, "adopt", staticmethod(lambda manager, *_: manager)
     )
     monkeypatch.setattr(runner, "_nwor_mixed_descs", list)
     monkeypatch.setattr(runner, "_nwor_isolate_objects", lambda: None)

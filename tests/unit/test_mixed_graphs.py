@@ -24,6 +24,7 @@ from nwor.engine.cuda_graphs import mixed as mixed_graphs
 from nwor.engine.cuda_graphs.mixed import MixedGraphs, descriptors, graph_sizes
 from nwor.engine.cuda_graphs.v2 import NworCudaGraphManager
 from nwor.modes import Mode
+from nwor.windows.batch import WindowKind
 from tests.unit.toy_layers import BLOCK, BLOCKS, ToyLayers
 
 #: Two windows, of three rows and one, then a prompt of seven; the graph has sixteen rows and four requests.
@@ -250,7 +251,93 @@ def test_sizes_grow_with_the_rows_and_end_at_the_limit() -> None:
     assert sizes == sorted(set(sizes))
     assert graph_sizes(600) == [size for size in sizes if size <= 600]
     assert graph_sizes(7) == []
-    assert [desc.num_reqs for desc in descriptors(32, 20, [0, 1])] == [20] * 4 + [16, 16, 8, 8]
+
+
+def test_graphs_take_as_many_requests_as_are_likely_in_so_many_rows() -> None:
+    assert [desc.num_reqs for desc in descriptors(32, 20, [0, 1])] == [20, 20, 16, 16, 16, 16, 8, 8]
+    by_rows = {desc.num_tokens: desc.num_reqs for desc in descriptors(2048, 1024, [0])}
+    assert [by_rows[rows] for rows in (8, 16, 24, 32, 40, 80, 256, 384, 512, 1984)] == [
+        *(8, 16, 16, 16),
+        *(20, 40, 128, 192, 256, 992),
+    ]
+    # Any step that is small enough fits at least into the largest.
+    assert by_rows[2048] == 1024
+    assert {desc.num_reqs for desc in descriptors(2048, 4, [0])} == {4}
+    assert next(desc.num_reqs for desc in descriptors(64, 4096, [0])) == 64
+
+
+def test_steps_with_trees_have_graphs_of_fewer_sizes_for_fewer_requests() -> None:
+    every = {desc.num_tokens: desc.num_reqs for desc in descriptors(2000, 1024, [0])}
+    trees = {desc.num_tokens: desc.num_reqs for desc in descriptors(2000, 1024, [0], tree_rows=17)}
+    # The drafter's pass runs in the graphs of the others, by their rows.
+    assert set(trees) < set(every)
+    assert all(requests <= every[rows] for rows, requests in trees.items())
+    assert max(trees) == max(every)
+    assert trees[max(every)] == every[max(every)] == 1024
+    for requests, rows in ((1, 61), (2, 122), (3, 183), (4, 244), (8, 33 * 8), (16, 16 * 17), (16, 16 * 61)):
+        size = min(size for size, most in trees.items() if size >= rows and most >= requests)
+        assert size - rows < max(64, rows // 4)
+    assert trees[16] == 1
+    assert trees[64] == 3
+    assert trees[256] == 15
+    assert descriptors(7, 4, [0], tree_rows=17) == []
+
+
+@pytest.fixture
+def with_trees(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine with graphs of chains of up to 3 rows, and of trees."""
+    engine = Engine(monkeypatch, 512)
+    engine.mixed.kind = WindowKind(3, trees=False)
+    engine.mixed.of_trees = MixedGraphs(engine.window_manager, WindowKind(17, trees=True))
+    descs = descriptors(32, 4, [0], tree_rows=8)
+
+    def run(wrap: Any) -> dict[Any, Any]:
+        for desc in descs:
+            wrap(desc, lambda _: engine.toy.forward_split(), False)(CUDAGraphMode.NONE)
+        return dict.fromkeys(descs)
+
+    engine.mixed.of_trees.capture(descs, engine.slots, engine.starts, run)
+    return engine
+
+
+def test_steps_with_trees_take_their_own_graphs(with_trees: Engine) -> None:
+    mixed, trees = with_trees.mixed, with_trees.mixed.of_trees
+    assert trees is not None
+    chains = mixed.choose(3, ROWS, 0)
+    assert chains in mixed.graphs
+    assert chains is not None
+    assert mixed.prepare(chains) is mixed.graphs
+    mixed.verifies_trees = True
+    grown = mixed.choose(3, ROWS, 0)
+    assert grown is mixed.chosen is trees.chosen
+    assert grown is not None
+    assert any(desc is grown for desc in trees.graphs)
+    assert mixed.prepare(grown) is trees.graphs
+    # The smaller graph is for two trees at most.
+    assert grown.num_tokens == 32
+    mixed.verifies_trees = False
+    assert mixed.choose(3, ROWS, 0) is chains
+    assert trees.chosen is None
+    assert mixed.prepare(chains) is mixed.graphs
+    assert mixed.serves(32)
+    trees.clear()
+    assert not mixed.serves(32)
+    mixed.verifies_trees = True
+    assert mixed.choose(3, ROWS, 0) is None
+    mixed.clear()
+    assert not mixed.graphs
+
+
+def test_layers_know_which_windows_a_graph_is_captured_for(with_trees: Engine) -> None:
+    window = with_trees.window_manager.window
+    assert window is not None
+    assert with_trees.mixed.of_trees is not None
+    for graphs in (with_trees.mixed, with_trees.mixed.of_trees):
+        with graphs._open(with_trees.descs[-1], with_trees.slots, with_trees.starts):
+            assert window.kind is graphs.kind
+        with graphs._open(with_trees.descs[-1], with_trees.slots, with_trees.starts, windows_only=True):
+            assert window.kind is graphs.kind
+        assert window.kind is None
 
 
 def test_partial_results_take_no_more_memory_where_rows_are_many() -> None:

@@ -56,6 +56,8 @@ class _Tables:
 
     def __init__(self) -> None:
         self.linear: dict[int, bool] = {}
+        self.growing: set[str] = set()
+        self.verifies_trees = False
 
     def set_linear(self, slot: int, linear: bool) -> None:
         self.linear[slot] = linear
@@ -186,3 +188,18 @@ def test_masks_of_a_grammar_have_the_rows_of_a_step(
     assert worker.logits_indices.shape == (kept,)
     assert worker.grammar_bitmask.shape == (kept, 3)
     decoding._shrink_bitmask(SimpleNamespace())  # ranks that do not sample have none
+
+
+def test_a_step_has_trees_where_a_request_of_it_was_drafted_one(trees: Any) -> None:
+    made, tables = trees.made, trees.made.tables
+    assert not made.begin({"a": [-1], "b": [-1]})
+    tables.growing.update("ab")
+    assert made.begin({"b": [-1] * 9, "c": [-1]})
+    assert tables.verifies_trees
+    # One that sits a step out keeps its tree.
+    assert not made.begin({"c": [-1]})
+    assert not tables.verifies_trees
+    assert made.begin({"a": [-1]})
+    made.forget({"a"})
+    assert not made.begin({"a": [-1]})
+    assert tables.growing == {"b"}

@@ -83,6 +83,20 @@ __device__ __noinline__ RequestWork read_far_request(const VerifyParams& p, int 
   return work;
 }
 
+// The requests before the last ones, which are empty: a captured graph has as many as it may be replayed with. Called by
+// the whole thread block.
+__device__ __forceinline__ int count_requests(const VerifyParams& p) {
+  if (p.batch <= kTabledRequests) return p.batch;
+  const int end = __ldg(p.query_start_loc + p.batch);
+  int count = 0;
+#pragma unroll 1
+  for (int base = 0; base < p.batch; base += blockDim.x) {
+    const int request = base + static_cast<int>(threadIdx.x);
+    count += __syncthreads_count(request < p.batch && __ldg(p.query_start_loc + request) < end);
+  }
+  return count;
+}
+
 // The requests' lengths, the first of them in shared memory.
 template <int kRows, int kTile>
 struct Requests {

@@ -17,6 +17,7 @@ namespace nwor {
 // The lengths of a batch that a thread block keeps, as an LPT schedule wants them: tiles and, below, kTabledRequests - 1
 // less the request. Nothing else lies there while a plan is made.
 struct SortedRequests {
+  int count;                           // of the requests, without the empty ones at the end
   int keys[kTabledRequests];           // by request
   int longest_first[kTabledRequests];  // keys
   static __device__ __forceinline__ int tiles(int key) { return key / kTabledRequests; }
@@ -29,14 +30,13 @@ __device__ __forceinline__ int next_share(int share) { return share + max(share 
 
 // The shortest length, from an even share on, of which splits are no more than workers; 0 where even the longest are.
 template <int kRows, int kTile>
-__device__ __forceinline__ int split_length(const VerifyParams& p, const Requests<kRows, kTile>& requests, int even,
-                                            int workers) {
+__device__ __forceinline__ int split_length(int count, const Requests<kRows, kTile>& requests, int even, int workers) {
   const int limit = longest_split(even);
 #pragma unroll 1
   for (int share = even; share <= limit; share = next_share(share)) {
     int splits = 0;
 #pragma unroll 1
-    for (int base = 0; base < p.batch; base += 32) {
+    for (int base = 0; base < count; base += 32) {
       const RequestWork work = requests.get(base + static_cast<int>(threadIdx.x % 32));
       splits += requests.work_tiles(work) * divide_up(work.tiles, share);
     }
@@ -45,26 +45,28 @@ __device__ __forceinline__ int split_length(const VerifyParams& p, const Request
   return 0;
 }
 
-// Where work tiles outnumber the thread blocks of a launch; known before the lengths are.
-__device__ __forceinline__ bool may_use_lpt(const VerifyParams& p) {
-  return p.batch <= kTabledRequests && p.batch * p.num_kv_heads > p.clusters * p.cluster;
+// Where work tiles may outnumber the thread blocks of a launch, of so many requests.
+__device__ __forceinline__ bool may_use_lpt(const VerifyParams& p, int requests) {
+  return requests <= kTabledRequests && requests * p.num_kv_heads > p.clusters * p.cluster;
 }
 
 // Sorts the requests. Called by the whole thread block when their lengths are there; a barrier has to follow.
 template <int kRows, int kTile>
 __device__ __forceinline__ void sort_requests(const VerifyParams& p, const Requests<kRows, kTile>& requests,
                                               SortedRequests& sorted) {
-  if (!may_use_lpt(p)) return;
+  const int count = count_requests(p);
+  if (threadIdx.x == 0) sorted.count = count;
+  if (!may_use_lpt(p, count)) return;
 #pragma unroll 1
   for (int i = threadIdx.x; i < kTabledRequests; i += blockDim.x)
-    sorted.keys[i] = i < p.batch ? requests.get(i).tiles * kTabledRequests + kTabledRequests - 1 - i : -1;
+    sorted.keys[i] = i < count ? requests.get(i).tiles * kTabledRequests + kTabledRequests - 1 - i : -1;
   __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < p.batch; i += blockDim.x) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
     const int own = sorted.keys[i];
     int place = 0;
 #pragma unroll 8
-    for (int other = 0; other < p.batch; ++other) place += sorted.keys[other] > own;
+    for (int other = 0; other < count; ++other) place += sorted.keys[other] > own;
     sorted.longest_first[place] = own;
   }
 }
@@ -144,7 +146,7 @@ __device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<
   int head_total = 0, head_work_tiles = 0, longest = 0, shortest = 1 << 30;  // the first two of one KV head
   int windows = 0;
 #pragma unroll 1
-  for (int base = 0; base < p.batch; base += 32) {
+  for (int base = 0; base < sorted.count; base += 32) {
     const RequestWork work = requests.get(base + lane);
     const int own = requests.chunks(work);
     head_work_tiles += own;
@@ -171,12 +173,12 @@ __device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<
       plan = Plan{share, uniform, false, total, 1, cluster > 1 ? p.clusters : blocks, cluster};
     };
     const auto combine = [&](int share) { return p.worker_combine + divide_up(longest, share) * p.split_combine / 16; };
-    const int split = split_length(p, requests, even, blocks);
+    const int split = split_length(sorted.count, requests, even, blocks);
     if (split > 0) consider(2 * split + combine(split), split, true, 1);
     if (split == 0) consider(2 * even + 2 * combine(even), even, false, 1);
     if (p.cluster > 1 && work_tiles <= p.clusters) {
       consider(2 * divide_up(longest, p.cluster) + p.cluster_combine, longest, true, p.cluster);
-      const int share = split_length(p, requests, even * p.cluster, p.clusters);
+      const int share = split_length(sorted.count, requests, even * p.cluster, p.clusters);
       if (share > 0)
         consider(2 * divide_up(share, p.cluster) + p.cluster_combine + combine(share), share, true, p.cluster);
     }
@@ -204,7 +206,7 @@ __device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<
   lpt.work_tiles = work_tiles;
   lpt.limit = plan.share + slack;
   plan.lpt =
-      may_use_lpt(p) && plan.rows == p.num_kv_heads && work_tiles == windows && lpt.is_even(sorted, plan.workers);
+      may_use_lpt(p, sorted.count) && plan.rows == p.num_kv_heads && work_tiles == windows && lpt.is_even(sorted, plan.workers);
   if (plan.lpt) {
     plan.share = lpt.splits;
     plan.total = lpt.rounds;

@@ -127,6 +127,7 @@ class AttentionPlan:
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         mixed: bool = False,
+        longest: int | None = None,
     ) -> torch.Tensor | None:
         """Return the plan of the open batch; the first call since it was begun has it written.
 
@@ -139,11 +140,12 @@ class AttentionPlan:
             query_start_loc: int32 [requests + 1].
             seq_lens: int32 [requests], context and window together.
             mixed: whether prompts stand beside the windows.
+            longest: rows of the longest window; None for that of the engine.
 
         """
         if not mixed and not torch.cuda.is_current_stream_capturing():
             return None
-        return self.written(window.shared, query_dtype, query_start_loc, seq_lens)
+        return self.written(window.shared, query_dtype, query_start_loc, seq_lens, longest)
 
     def written(
         self,
@@ -151,6 +153,7 @@ class AttentionPlan:
         query_dtype: torch.dtype,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
+        longest: int | None = None,
     ) -> torch.Tensor:
         """Return the plan of some lengths; the first call with a new ``shared`` has it written.
 
@@ -159,14 +162,16 @@ class AttentionPlan:
             query_dtype: as for :meth:`of`, like all that follow.
             query_start_loc: int32 [requests + 1].
             seq_lens: int32 [requests].
+            longest: likewise.
 
         """
         quantized = query_dtype is torch.float8_e4m3fn
         # A layer whose queries are not like those of the layer before has the plan written anew: layers run
         # one after another.
         if self not in shared or quantized != self._quantized_query:
+            arguments = self._arguments if longest is None else {**self._arguments, "max_query_len": longest}
             ops.plan_verify_attention(
-                query_start_loc, seq_lens, self._memory, **self._arguments, quantized_query=quantized
+                query_start_loc, seq_lens, self._memory, **arguments, quantized_query=quantized
             )
             shared[self] = True
             self._quantized_query = quantized
@@ -310,6 +315,10 @@ class LayerContext:
 
         """
         layer, parameters = self.layer, self.parameters
+        longest, masks = parameters.max_query_len, self.row_masks
+        kind = self.window.kind
+        if kind is not None:
+            longest, masks = kind.longest, masks if kind.trees else None
         if key is None or value is None:
             key, value = self._staged()
             # What was copied aside has the windows' rows alone, and what was not has all of the step's.
@@ -327,7 +336,7 @@ class LayerContext:
             output,
             self.workspace,
             scale=parameters.scale,
-            max_query_len=parameters.max_query_len,
+            max_query_len=longest,
             kv_cache_dtype=layer.kv_cache_dtype,
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
@@ -335,10 +344,10 @@ class LayerContext:
             sliding_window=parameters.sliding_window,
             softcap=parameters.softcap,
             sinks=parameters.sinks,
-            ancestor_mask=None if self.row_masks is None else self.row_masks[: query.shape[0]],
+            ancestor_mask=None if masks is None else masks[: query.shape[0]],
             plan=None
             if self.plan is None
-            else self.plan.of(self.window, query.dtype, query_start_loc, seq_lens, mixed),
+            else self.plan.of(self.window, query.dtype, query_start_loc, seq_lens, mixed, longest),
             # What a layer's calls have in common is checked once; shapes the op itself looks at each time.
             validate=query.dtype not in self._checked,
         )

@@ -1,8 +1,8 @@
 """CUDA graphs of the drafter: of its first pass over a mixed step, and of its further passes by their number.
 
 The first pass of an EAGLE drafter reads every row of the step. vLLM runs it piece by piece where prompts
-stand beside verification. Here it replays a graph of the size of the target's (``mixed.py``). Draft layers
-write the cache as ever, in every graph.
+stand beside verification. Here it replays a graph of the size of the target's (``mixed.py``), and then one by
+the number of requests. Draft layers write the cache as ever, in every graph.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
     SpeculatorBatchDescriptor,
     SpeculatorCudaGraphManager,
 )
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from nwor.config import DraftBounds
 from nwor.engine.attention.split_step import SplitStep
@@ -27,14 +28,28 @@ from nwor.tree_shape import TreeShape, tree_batch
 
 logger = logging.getLogger("vllm.nwor.draft_graphs")
 
+#: Requests of the graphs of what the first pass does for each. With more of them launches cost next to nothing.
+REQUESTS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+
 
 class NworDraftGraphManager(SpeculatorCudaGraphManager):
-    """vLLM's manager of the drafter's first pass, with graphs of mixed steps beside its own."""
+    """vLLM's manager of the drafter's first pass, with graphs of mixed steps beside its own.
+
+    Such a graph takes as many requests as there may be in so many rows. What the pass does for each request,
+    most of all the product with the head's weights, would be done for all of those. So it is in graphs of its
+    own, by the number of requests, and the graphs by rows end with the last layer.
+    """
 
     mixed: MixedGraphs
     graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
     _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
     mixed_graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
+    request_graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
+    _by_rows: dict[int, BatchExecutionDescriptor]
+    _chosen: BatchExecutionDescriptor | None
+    _requests: int
+    _states: tuple[torch.Tensor, torch.Tensor] | None
+    _speculator: Any
     _draft_layers: Sequence[Any]
 
     @classmethod
@@ -48,9 +63,13 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
 
         """
         manager = getattr(speculator, "prefill_cudagraph_manager", None)
-        fits = type(manager) is SpeculatorCudaGraphManager and all(
-            getattr(getattr(layer, "impl", None), "vllm_flash_attn_version", None) == 3
-            for layer in draft_layers
+        fits = (
+            type(manager) is SpeculatorCudaGraphManager
+            and getattr(type(speculator), "_prefill", None) is TargetDependentARSpeculator._prefill
+            and all(
+                getattr(getattr(layer, "impl", None), "vllm_flash_attn_version", None) == 3
+                for layer in draft_layers
+            )
         )
         if not fits or not draft_layers:
             logger.info(
@@ -59,33 +78,79 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
             return False
         manager.__class__ = cls
         assert isinstance(manager, cls)
-        manager.mixed, manager.mixed_graphs, manager._draft_layers = mixed, {}, draft_layers
+        manager.mixed, manager._speculator, manager._draft_layers = mixed, speculator, draft_layers
+        manager._forget()
         return True
+
+    def _forget(self) -> None:
+        self.mixed_graphs, self.request_graphs, self._by_rows = {}, {}, {}
+        self._chosen, self._requests, self._states = None, 0, None
 
     def capture(self, forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Capture vLLM's graphs, then one for each of the target's graphs of mixed steps."""
         super().capture(forward_fn, *args, **kwargs)
-        self.mixed_graphs = {}
+        self._forget()
         descs = [desc for desc in self.mixed.graphs if not desc.num_active_loras]
         if not descs:
             return
         starts = args[1].query_start_loc  # vLLM's input buffers of the target
         kwargs["progress_bar_desc"] = "Capturing prefill CUDA graphs (NWOR mixed)"
+        by_requests = [
+            BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=count, num_reqs=count)
+            for count in reversed(REQUESTS)
+            if count <= self.max_num_reqs
+        ]
         try:
             with other_graphs(self, self.mixed_graphs, descs):
-                super().capture(self._splitting(forward_fn, starts), *args, **kwargs)
+                super().capture(self._rows_alone(starts), *args, **kwargs)
+            with other_graphs(self, self.request_graphs, by_requests):
+                super().capture(self._requests_alone(forward_fn), *args, **kwargs)
         except Exception:
             logger.error("A graph of the drafter's pass could not be captured: set mixed_graph_rows to 0")
             raise
+        self._by_rows = {desc.num_tokens: desc for desc in descs}
 
-    def _splitting(self, forward_fn: Callable[..., Any], starts: torch.Tensor) -> Callable[..., Any]:
-        """Have attention scheduled within each graph, for any lengths."""
+    def _rows_alone(self, starts: torch.Tensor) -> Callable[..., Any]:
+        """Run the model alone, and have attention scheduled within each graph, for any lengths."""
 
-        def forward(num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        def forward(
+            num_reqs: int,
+            num_tokens: int,
+            attn_metadata: Any,
+            slot_mappings: Any,
+            num_tokens_across_dp: Any,
+            cg_mode: CUDAGraphMode,
+        ) -> None:
             own = starts[: num_reqs + 1]
             split = SplitStep(num_tokens, own[:0], own, {}, None, None)
             with self._attending(split):
-                return forward_fn(num_reqs, num_tokens, *args, **kwargs)
+                states = self._speculator._run_model(
+                    num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, cg_mode
+                )
+            self._keep(*states)
+
+        return forward
+
+    def _keep(self, last: torch.Tensor, fed_back: torch.Tensor) -> None:
+        """Keep the hidden states of all rows where the graphs by requests read them."""
+        if self._states is None:  # The largest graph is captured first, and before it a pass warms up.
+            kept = torch.empty_like(last)
+            self._states = kept, kept if fed_back is last else torch.empty_like(fed_back)
+        for state, own in zip((last, fed_back), self._states, strict=True):
+            own[: len(state)].copy_(state)
+            if fed_back is last:
+                break
+
+    def _requests_alone(self, forward_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Run all of the pass but the model, which has left its hidden states."""
+
+        def forward(*args: Any) -> Any:
+            speculator = self._speculator
+            speculator._run_model = lambda *_, **__: self._states
+            try:
+                return forward_fn(*args)
+            finally:
+                del speculator._run_model
 
         return forward
 
@@ -103,17 +168,31 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
         self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any
     ) -> BatchExecutionDescriptor:
         """Return vLLM's choice; where the target ran in a mixed step's graph, that of the same size."""
+        self._chosen = None
         desc = super().dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
-        chosen = self.mixed.chosen
-        if chosen is None or chosen.num_tokens != num_tokens or chosen not in self.mixed_graphs:
+        target = self.mixed.chosen
+        if target is None or target.num_tokens != num_tokens or target.num_active_loras:
             return desc
-        return chosen
+        own = self._by_rows.get(num_tokens)
+        if own is None:
+            return desc
+        self._chosen, self._requests = own, num_reqs
+        return own
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
         """Replay a graph, from the set that it is of."""
-        if desc is not self.mixed.chosen:
+        if self._chosen is None or desc is not self._chosen:
             return super().run_fullgraph(desc)
-        stock, self.graphs = self.graphs, self.mixed_graphs
+        self._replay(desc, self.mixed_graphs)
+        requests = self._requests
+        for tail in reversed(self.request_graphs):
+            if tail.num_tokens >= requests:
+                return self._replay(tail, self.request_graphs)
+        prefill = self._speculator._prefill
+        return self._requests_alone(prefill)(requests, desc.num_tokens, None, None, None)
+
+    def _replay(self, desc: BatchExecutionDescriptor, graphs: Any) -> Any:
+        stock, self.graphs = self.graphs, graphs
         try:
             return super().run_fullgraph(desc)
         finally:

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from nwor.engine.attention.split_step import SplitStep
 from nwor.engine.cuda_graphs.stage_graphs import weak_sources
 from nwor.modes import Mode
-from nwor.windows.window import CapturedSources
+from nwor.windows.window import CapturedSources, WindowKind
 
 if TYPE_CHECKING:
     from nwor.engine.window_manager import WindowManager
@@ -42,38 +42,64 @@ MOST_KEPT_ROWS = 512
 #: Graphs of windows alone have at most as many rows; larger steps of windows run in graphs of mixed steps, in
 #: which an attention without rows is launched in each layer.
 MOST_WINDOW_ROWS = 1024
+#: Steps of at most as many rows may have a request for each: a window has two rows or more, but where its
+#: request does not speculate.
+FEW_ROWS = 16
+#: The same of steps with trees, which are for few requests: up to about 150 rows padding costs nothing.
+TREE_STEPS = ((256, 16), (1024, 64), (1 << 30, 128))
 #: Slot of a row that is not written.
 NO_SLOT = -1
 
 
-def graph_sizes(most_rows: int) -> list[int]:
-    """Return the rows of each graph, ascending, the largest of at most ``most_rows``."""
+def graph_sizes(most_rows: int, steps: Sequence[tuple[int, int]] | None = None) -> list[int]:
+    """Return the rows of each graph, ascending, the largest of at most ``most_rows``.
+
+    Args:
+        most_rows: rows of the largest step that is to run in a graph.
+        steps: as :data:`STEPS`, which stand where none are given.
+
+    """
     sizes: list[int] = []
     size = 0
     while True:
-        size += next(step for limit, step in STEPS if size < limit)
+        size += next(step for limit, step in steps or STEPS if size < limit)
         if size > most_rows:
             return sizes
         sizes.append(size)
 
 
-def descriptors(most_rows: int, most_requests: int, loras: Sequence[int]) -> list[BatchExecutionDescriptor]:
+def descriptors(
+    most_rows: int, most_requests: int, loras: Sequence[int], tree_rows: int | None = None
+) -> list[BatchExecutionDescriptor]:
     """Return what vLLM names the graphs by, the largest first.
+
+    A graph's kernels are chosen for as many requests as it takes, and read the lengths of all of them. So it
+    takes no more than are likely beside each other in so many rows. The largest graph takes any.
 
     Args:
         most_rows: rows of the largest mixed step that is to run in a graph.
         most_requests: requests of the largest batch.
         loras: numbers of active adapters that graphs are captured for.
+        tree_rows: rows of the smallest window that is a tree, for steps with trees; None for others.
 
     """
+    sizes = graph_sizes(most_rows)
+    largest = max(sizes, default=0)
+    if tree_rows is not None:
+        sizes = sorted({*graph_sizes(largest, TREE_STEPS), largest} & set(sizes))
+
+    def requests(size: int) -> int:
+        likely = size // tree_rows if tree_rows is not None else max(size // 2, min(size, FEW_ROWS))
+        return size if size == largest else max(1, likely)
+
     return [
         BatchExecutionDescriptor(
             cg_mode=CUDAGraphMode.FULL,
             num_tokens=size,
-            num_reqs=min(size, most_requests),
+            num_reqs=min(requests(size), most_requests),
             num_active_loras=count,
         )
-        for size in reversed(graph_sizes(most_rows))
+        for size in reversed(sizes)
         for count in loras
     ]
 
@@ -135,16 +161,23 @@ class MixedGraphs:
 
     Args:
         window_manager: this rank's, its layers bound.
+        kind: the windows that they are for; None for all of the engine's.
 
     Attributes:
+        kind: likewise.
+        of_trees: the graphs of steps in which a window may be a tree; None where these are of all steps.
+        verifies_trees: whether a window of the step that is being prepared may be a tree.
         graphs: by descriptor; none before they are captured.
         window_graphs: by the same descriptors, graphs of steps that consist of windows alone, of any lengths.
         chosen: the graph of the step that is being prepared; None where vLLM's own choice stands.
 
     """
 
-    def __init__(self, window_manager: WindowManager) -> None:
+    def __init__(self, window_manager: WindowManager, kind: WindowKind | None = None) -> None:
         self._window_manager = window_manager
+        self.kind = kind
+        self.of_trees: MixedGraphs | None = None
+        self.verifies_trees = False
         self.graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph] = {}
         self.chosen: BatchExecutionDescriptor | None = None
         self._by_loras: dict[int, list[BatchExecutionDescriptor]] = {}
@@ -166,7 +199,8 @@ class MixedGraphs:
 
     def serves(self, rows: int) -> bool:
         """Return whether every step of up to so many rows that is staged runs in one of these graphs."""
-        return any(desc.num_tokens >= rows for desc in self.graphs)
+        alike = self.of_trees is None or self.of_trees.serves(rows)
+        return alike and any(desc.num_tokens >= rows for desc in self.graphs)
 
     def capture(
         self,
@@ -291,12 +325,12 @@ class MixedGraphs:
         if self._window_manager.capture_errors.found:  # a stock pass
             yield
             return
-        window.split = split
+        window.split, window.kind = split, self.kind
         try:
             with self._window_manager.capture_errors.noting():
                 yield
         finally:
-            window.split = None
+            window.split = window.kind = None
 
     def choose(self, num_reqs: int, num_tokens: int, loras: int) -> BatchExecutionDescriptor | None:
         """Return the graph for a step that is to be staged; None where there is none.
@@ -308,6 +342,11 @@ class MixedGraphs:
 
         """
         self.chosen = None
+        if self.of_trees is not None:
+            self.of_trees.chosen = None
+            if self.verifies_trees:
+                self.chosen = self.of_trees.choose(num_reqs, num_tokens, loras)
+                return self.chosen
         if self._window_manager.window is not None and self._window_manager.state.graphs_mode is Mode.STAGE:
             for desc in self._by_loras.get(loras, ()):
                 assert desc.num_reqs is not None
@@ -323,6 +362,8 @@ class MixedGraphs:
             The set that holds the graph: that of windows alone where the step has no other rows.
 
         """
+        if self.of_trees is not None and desc is self.of_trees.chosen:
+            return self.of_trees.prepare(desc)
         window_manager, rows = self._window_manager, 0
         window = window_manager.window
         batch = window.batch if window is not None and window.staging else None
@@ -366,4 +407,6 @@ class MixedGraphs:
         self.window_graphs, self._window_sources = {}, {}
         self.chosen = None
         self._aside, self._early, self._places = {}, None, None
+        if self.of_trees is not None:
+            self.of_trees.clear()
         self._window_manager.state.mixed_graph_rows = 0

@@ -18,7 +18,7 @@ from vllm.utils.torch_utils import weak_ref_tensors
 from nwor.engine.window_manager import WindowManager
 from nwor.modes import Mode
 from nwor.windows.layer_ops import Source
-from nwor.windows.window import CapturedSources, Window, WindowBatch
+from nwor.windows.window import CapturedSources, Window, WindowBatch, WindowKind
 from nwor.worker_state import WorkerState
 
 #: What vLLM names a graph by.
@@ -109,7 +109,7 @@ class StageGraphs(Generic[Name]):
             self._noted, self._latest = {}, None
 
     @contextmanager
-    def forward(self, num_requests: int, num_tokens: int) -> Iterator[None]:
+    def forward(self, num_requests: int, num_tokens: int, kind: WindowKind | None = None) -> Iterator[None]:
         """Run one pass of a capture, a warm-up or the captured one, with an open window batch.
 
         After an error in a layer it is a stock pass.
@@ -117,6 +117,7 @@ class StageGraphs(Generic[Name]):
         Args:
             num_requests: requests of the graph's batch, all of which are windows.
             num_tokens: its rows.
+            kind: of the windows; None for any of the engine's.
 
         """
         if self._window_manager.capture_errors.found:
@@ -132,9 +133,11 @@ class StageGraphs(Generic[Name]):
         window = self._window
         with self._window_manager.capture_errors.noting():
             window.begin(batch)
+            window.kind = kind
             try:
                 yield
             finally:
+                window.kind = None
                 window.abort()
 
     def settle(self) -> bool:

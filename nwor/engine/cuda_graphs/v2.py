@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 
 from nwor.engine.cuda_graphs.mixed import MOST_WINDOW_ROWS, MixedGraphs, other_graphs
 from nwor.engine.cuda_graphs.stage_graphs import StageGraphs, capture_counted
+from nwor.windows.window import WindowKind
 
 if TYPE_CHECKING:
     from nwor.engine.window_manager import WindowManager
@@ -110,6 +111,7 @@ class _CaptureBothModes(CudaGraphManager):
     stage: StageGraphs[BatchExecutionDescriptor]
     mixed: MixedGraphs
     mixed_descs: list[BatchExecutionDescriptor]
+    tree_descs: list[BatchExecutionDescriptor]
     _step_inputs: tuple[torch.Tensor, torch.Tensor]
 
     def capture(self, create_forward_fn: ForwardFactory, progress_bar_desc: str = "") -> None:
@@ -160,26 +162,36 @@ class _CaptureBothModes(CudaGraphManager):
 
     def _capture_windows(self, create_forward_fn: ForwardFactory, progress_bar_desc: str) -> None:
         most = min(MOST_WINDOW_ROWS, self.nwor.most_window_rows)
-        largest = min(
-            (desc.num_tokens for desc in self.mixed.graphs if desc.num_tokens >= most), default=most
-        )
-        descs = [desc for desc in self.mixed_descs if desc.num_tokens <= largest]
-        run = self._wrapped(descs, create_forward_fn, f"{progress_bar_desc} (NWOR windows)")
-        with self._counted("A graph of windows"):
-            self.mixed.capture_windows(*self._step_inputs, run)
-        self._settle()
+        for graphs, all_descs in self._mixed_sets():
+            largest = min(
+                (desc.num_tokens for desc in graphs.graphs if desc.num_tokens >= most), default=most
+            )
+            descs = [desc for desc in all_descs if desc.num_tokens <= largest]
+            run = self._wrapped(descs, create_forward_fn, f"{progress_bar_desc} (NWOR windows)")
+            with self._counted("A graph of windows"):
+                graphs.capture_windows(*self._step_inputs, run)
+            if self._settle():
+                return
+
+    def _mixed_sets(self) -> list[tuple[MixedGraphs, list[BatchExecutionDescriptor]]]:
+        """Return the graphs of mixed steps, those of trees apart, and what each set is to have."""
+        sets = [(self.mixed, self.mixed_descs)]
+        if self.mixed.of_trees is not None:
+            sets.append((self.mixed.of_trees, self.tree_descs))
+        return sets
 
     def _capture_mixed(self, create_forward_fn: ForwardFactory, progress_bar_desc: str) -> None:
         state = self.nwor.state
-        run = self._wrapped(self.mixed_descs, create_forward_fn, f"{progress_bar_desc} (NWOR mixed)")
-        with self._counted("A graph of a mixed step"):
-            self.mixed.capture(self.mixed_descs, *self._step_inputs, run)
-        if self._settle():
-            return
+        for graphs, descs in self._mixed_sets():
+            run = self._wrapped(descs, create_forward_fn, f"{progress_bar_desc} (NWOR mixed)")
+            with self._counted("A graph of a mixed step"):
+                graphs.capture(descs, *self._step_inputs, run)
+            if self._settle():
+                return
         state.mixed_graphs_why_not = None
         logger.info(
             "%d graphs of mixed steps, up to %d rows, took %.1f s and %.2f GiB",
-            len(self.mixed.graphs),
+            sum(len(graphs.graphs) for graphs, _ in self._mixed_sets()),
             state.mixed_graph_rows,
             state.capture_seconds,
             state.capture_bytes / (1 << 30),
@@ -241,9 +253,13 @@ class _CaptureBothModes(CudaGraphManager):
             forward_fn = create_forward_fn(desc, warmup)
             assert desc.num_reqs is not None
             requests = desc.num_reqs
+            longest = desc.max_query_len if desc.uniform_token_count is None else desc.uniform_token_count
+            assert longest is not None
+            # Trees that were cut are as short as chains.
+            kind = WindowKind(longest, trees=self.nwor.state.config.tree is not None)
 
             def forward(cg_mode: CUDAGraphMode) -> None:
-                with self.stage.forward(requests, desc.num_tokens):
+                with self.stage.forward(requests, desc.num_tokens, kind):
                     forward_fn(cg_mode)
                     if not warmup:
                         self.stage.note(desc)
@@ -262,6 +278,7 @@ class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
         manager: ModelCudaGraphManager,
         window_manager: WindowManager,
         mixed_descs: Sequence[BatchExecutionDescriptor] = (),
+        tree_descs: Sequence[BatchExecutionDescriptor] = (),
     ) -> NworCudaGraphManager:
         """Turn vLLM's freshly made manager into this class; nothing has been captured yet.
 
@@ -269,6 +286,7 @@ class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
             manager: vLLM's.
             window_manager: this rank's, its layers bound.
             mixed_descs: the graphs of mixed steps to capture, the largest first.
+            tree_descs: those of mixed steps with trees, likewise; the others are then for chains alone.
 
         """
         _require_stock(manager)
@@ -276,8 +294,12 @@ class NworCudaGraphManager(ModelCudaGraphManager, _CaptureBothModes):
         assert isinstance(manager, cls)
         manager.nwor = window_manager
         manager.stage_graphs, manager.stage = {}, StageGraphs(window_manager)
-        manager.mixed = window_manager.mixed = MixedGraphs(window_manager)
-        manager.mixed_descs = list(mixed_descs)
+        manager.mixed_descs, manager.tree_descs = list(mixed_descs), list(tree_descs)
+        chains = WindowKind(window_manager.longest_chain, trees=False) if tree_descs else None
+        manager.mixed = window_manager.mixed = MixedGraphs(window_manager, chains)
+        if tree_descs:
+            trees = WindowKind(window_manager.longest_window, trees=True)
+            manager.mixed.of_trees = MixedGraphs(window_manager, trees)
         return manager
 
     def capture(  # type: ignore[override]

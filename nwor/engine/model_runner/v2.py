@@ -75,10 +75,13 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
         if self.use_pp:
             self.nwor.next_step(in_flight_of(scheduler_output), freed_by(scheduler_output))
         self._nwor_early = takes_over_blocks(scheduler_output)
-        if self.nwor.mixed is not None:
-            self.nwor.mixed.chosen = None  # nobody chooses where a step has to run without graphs
-        if self._nwor_trees is not None:
-            self._nwor_trees.forget(scheduler_output.finished_req_ids)
+        mixed, trees = self.nwor.mixed, self._nwor_trees
+        verifies_trees = trees is not None and trees.begin(scheduler_output.scheduled_spec_decode_tokens)
+        if mixed is not None:
+            mixed.chosen = None  # nobody chooses where a step has to run without graphs
+            mixed.verifies_trees = verifies_trees
+        if trees is not None:
+            trees.forget(scheduler_output.finished_req_ids)
         super().finish_requests(scheduler_output)
 
     def add_requests(self, scheduler_output: Any) -> None:

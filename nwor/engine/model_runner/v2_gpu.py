@@ -45,12 +45,16 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
         state = self.nwor.state
         descs = self._nwor_mixed_descs()
+        tree_descs = self._nwor_mixed_descs(trees=True) if descs and state.config.tree is not None else []
         if is_profiling:
             if descs:
-                ProfiledCudaGraphManager.adopt(self.cudagraph_manager, descs)
+                every = sorted({*descs, *tree_descs}, key=lambda desc: -desc.num_tokens)
+                ProfiledCudaGraphManager.adopt(self.cudagraph_manager, every)
                 self._nwor_profiles_mixed = True
         else:
-            self.cudagraph_manager = NworCudaGraphManager.adopt(self.cudagraph_manager, self.nwor, descs)
+            self.cudagraph_manager = NworCudaGraphManager.adopt(
+                self.cudagraph_manager, self.nwor, descs, tree_descs
+            )
             if descs:
                 self._nwor_follow()
             bounds = state.config.draft_tokens
@@ -74,10 +78,16 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         if mode.mixed_mode() == CUDAGraphMode.FULL:
             # A full graph of vLLM's would read a schedule that was made for the target's number of requests.
             self.cudagraph_manager.mixed_descs = []
+            mixed.of_trees = None
             self.nwor.state.mixed_graphs_why_not = "the drafter has full graphs of its own for mixed steps"
 
-    def _nwor_mixed_descs(self) -> list[Any]:
-        """Return vLLM's names of the graphs of mixed steps to capture, the largest first."""
+    def _nwor_mixed_descs(self, trees: bool = False) -> list[Any]:
+        """Return vLLM's names of the graphs of mixed steps to capture, the largest first.
+
+        Args:
+            trees: those of steps in which a window may be a tree, instead of those of all others.
+
+        """
         manager, config, state = self.cudagraph_manager, self.vllm_config, self.nwor.state
         if not self._nwor_stages():
             state.mixed_graphs_why_not = "nothing is staged"
@@ -99,7 +109,9 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             # No step has more, and a capture spreads its rows over as many requests as there may be.
             self.max_num_reqs * self.max_model_len,
         )
-        descs = mixed_graphs.descriptors(most, self.max_num_reqs, manager.lora_capture_cases)
+        tree = state.config.tree if trees else None
+        rows = None if tree is None else 1 + min(tree.sizes)
+        descs = mixed_graphs.descriptors(most, self.max_num_reqs, manager.lora_capture_cases, rows)
         if not descs:
             state.mixed_graphs_why_not = (
                 f"no step has the {mixed_graphs.graph_sizes(64)[0]} rows of the smallest"
@@ -169,10 +181,13 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
                 taken += min(window_manager.most_window_rows, mixed[0]) * kv_elements * itemsize
             # FlashAttention's partial results, in float32; vLLM measured graphs that do not split.
             taken += MOST_SPLIT_ROWS * query_elements * 4
-        bounds = self.nwor.state.config.draft_tokens
+        state = self.nwor.state
+        bounds = state.config.draft_tokens
         if mixed and bounds is not None:
             # Graphs of windows of any length, and the drafter's for each number of tokens.
             samples = manager._capture_mem_samples or []
+            if state.config.tree is not None:
+                mixed += [desc.num_tokens for desc in self._nwor_mixed_descs(trees=True)]
             windows = [size for size in mixed if size <= mixed_graphs.MOST_WINDOW_ROWS]
             taken += expected_bytes(windows, samples, 0)
             passes = len(bounds.candidates) * len(manager._capture_descs.get(CUDAGraphMode.FULL, []))

@@ -142,9 +142,21 @@ class TreeDecoding:
         self.chains[reason] = self.chains.get(reason, 0) + 1
         windows.state.forget_facts()
 
+    def begin(self, verified: Iterable[str]) -> bool:
+        """Begin a step; return whether any of its windows may be a tree.
+
+        Args:
+            verified: the requests whose draft tokens it verifies.
+
+        """
+        tables = self.tables
+        tables.verifies_trees = not tables.growing.isdisjoint(verified)
+        return tables.verifies_trees
+
     def forget(self, request_ids: Iterable[str]) -> None:
         """Let go of requests that have ended."""
         self._linear.difference_update(request_ids)
+        self.tables.growing.difference_update(request_ids)
 
     def place(self, batch: Any) -> None:
         """Prepare a step's rows, once its slots are computed and before the first layer runs."""

@@ -112,7 +112,7 @@ class TreeDrafts:
         they are no more than it is deep, or where vLLM tries a batch that is too large for trees.
         """
         tables, speculator, shape = self._tables, self._speculator, self._tables.shape
-        if input_batch.num_draft_tokens and not dummy_run:
+        if input_batch.num_draft_tokens and tables.verifies_trees and not dummy_run:
             # The accepted path becomes what stock code expects: leading rows, one after the other.
             tables.flatten(input_batch, list(aux_hidden_states or [last_hidden_states]))
         drafts = shape.nodes if num_speculative_tokens is None else num_speculative_tokens
@@ -129,9 +129,12 @@ class TreeDrafts:
         )
         tokens: torch.Tensor = speculator.draft_tokens[: input_batch.num_reqs]
         if shape.is_tree(drafts) and input_batch.num_reqs <= tables.most_requests:
+            if not dummy_run:
+                tables.growing.update(input_batch.req_ids)
             tables.build(input_batch.idx_mapping, tokens, self._refusing(), drafts)
         elif drafts:
             tables.build_chains(input_batch.idx_mapping)
+            tables.growing.difference_update(input_batch.req_ids if tables.growing else ())
         return tokens
 
 

@@ -35,6 +35,8 @@ class TreeTables:
         candidates: those of a grown tree; None for combs.
         assumed: float32 [width], log-probabilities that stand for the drafter's, by rank; None but where
             chance decides what is accepted.
+        growing: requests whose next windows may be trees; those of all others are chains.
+        verifies_trees: whether a window of the step under way may be a tree.
 
     """
 
@@ -71,6 +73,8 @@ class TreeTables:
         self.tokens = zeros(max_num_reqs, shape.depth, shape.width, dtype=torch.int64)
         self.logprobs = zeros(max_num_reqs, shape.depth, shape.width, dtype=torch.float32)
         self.assumed: torch.Tensor | None = None
+        self.growing: set[str] = set()
+        self.verifies_trees = False
 
     def assume_probabilities(self) -> None:
         """Rank nodes as a trained drafter would, whose first choice is right three times in four.
