@@ -328,6 +328,18 @@ def test_steps_with_trees_take_their_own_graphs(with_trees: Engine) -> None:
     assert not mixed.graphs
 
 
+def test_both_sets_copy_aside_to_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, 0)
+    trees = engine.mixed.of_trees = MixedGraphs(engine.window_manager, WindowKind(17, trees=True))
+    for graphs in (engine.mixed, trees):
+        graphs.capture(engine.descs, engine.slots, engine.starts, engine._run)
+    assert trees._aside is engine.mixed._aside
+    assert trees._aside
+    own = engine.mixed._sources[engine.descs[0]].sources
+    theirs = trees._sources[engine.descs[0]].sources
+    assert all(own[name][0].data_ptr() == theirs[name][0].data_ptr() for name in own)
+
+
 def test_layers_know_which_windows_a_graph_is_captured_for(with_trees: Engine) -> None:
     window = with_trees.window_manager.window
     assert window is not None

@@ -28,7 +28,7 @@ from nwor.tree_shape import TreeShape, tree_batch
 
 logger = logging.getLogger("vllm.nwor.draft_graphs")
 
-#: Requests of the graphs of what the first pass does for each. With more of them launches cost next to nothing.
+#: Requests of the graphs of what the first pass does for each. With more of them launches cost little.
 REQUESTS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 
 

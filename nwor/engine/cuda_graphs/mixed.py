@@ -231,8 +231,10 @@ class MixedGraphs:
         self._rows_value, self._early_set = 0, False
         window = window_manager.window
         assert window is not None
-        if any(map(self.copies, descs)):
+        if any(map(self.copies, descs)) and not self._aside:
             self._aside = window.room(min(window_manager.most_window_rows, most))
+        if self.of_trees is not None:
+            self.of_trees._aside = self._aside  # a step runs in one of the two
 
         noted: dict[BatchExecutionDescriptor, dict[str, Source]] = {}
         self.graphs = run(self._noting(noted, slots, starts))
