@@ -93,6 +93,14 @@ OBJECT_LEDGER = (
         where="nwor.engine.cuda_graphs.draft",
     ),
     Patch(
+        target=f"{_PASSES}._run_model",
+        why="the drafter's first pass runs its model for a step's rows and its head for a batch's requests, as one",
+        how="on the speculator alone, while what the pass does for each request is captured or launched; gives "
+        "the hidden states that a graph of the model has left",
+        removal="when the pass is two methods",
+        where="nwor.engine.cuda_graphs.draft",
+    ),
+    Patch(
         target="vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorCudaGraphManager.capture",
         why="the drafter's passes need graphs for every number of drafts that may be chosen",
         how="the manager becomes a subclass, which captures them",
