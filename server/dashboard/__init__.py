@@ -1,17 +1,21 @@
 """The live page at /dashboard: static files, read once, with headers that keep it on its own host.
 
-The page takes its figures from /metrics and the mode switch from /admin/nwor, both in the browser. Every
-address in it is relative, so it works behind a proxy that adds a prefix. See docs/dashboard.md.
+The page takes its figures from a route beside it, which has those of /metrics as JSON, and the mode switch
+from /admin/nwor, both in the browser. Every address in it is relative, so it works behind a proxy that adds a
+prefix. See docs/dashboard.md.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, Metric
 
 from nwor.engine.eligibility import REASONS
 
@@ -20,6 +24,9 @@ STATIC = Path(__file__).parent / "static"
 
 #: The page's own file, served at /dashboard itself.
 PAGE = "index.html"
+
+#: Where the page finds its figures, and how the names of those begin.
+FIGURES, FIGURE_NAMES = "/dashboard/metrics.json", ("nwor_", "vllm:", "process_start_time_seconds")
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -46,8 +53,11 @@ HEADERS = {
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def make_router() -> APIRouter:
+def make_router(registry: Callable[[], CollectorRegistry] | None = None) -> APIRouter:
     """Return the page's routes.
+
+    Args:
+        registry: returns where the figures are; None for that of vLLM's /metrics.
 
     Raises:
         FileNotFoundError: the package was installed without the page's files.
@@ -68,13 +78,43 @@ def make_router() -> APIRouter:
                 _serve(file.read_bytes(), _TYPES[file.suffix]),
             )
     add("/dashboard/reasons.json", _reasons)
+
+    def figures() -> Response:
+        """Answer with the figures; not in the event loop, since several processes' are read from files."""
+        found = registry or _vllm_registry
+        return JSONResponse(samples_of(found().collect()), headers={**HEADERS, "Cache-Control": "no-store"})
+
+    router.add_api_route(FIGURES, figures, methods=["GET", "HEAD"], response_model=None)
     add("/dashboard/", _without_slash)
     return router
 
 
-def install(app: FastAPI) -> None:
-    """Add the page to an application."""
-    app.include_router(make_router())
+def install(app: FastAPI, registry: Callable[[], CollectorRegistry] | None = None) -> None:
+    """Add the page to an application; ``registry`` as for :func:`make_router`."""
+    app.include_router(make_router(registry))
+
+
+def samples_of(metrics: Iterable[Metric]) -> dict[str, list[dict[str, Any]]]:
+    """Return what the page reads of some metrics.
+
+    Returns:
+        By name, samples with ``labels`` and ``value``; None for a value that is not finite, since JSON has no
+        such numbers. Histograms' buckets are left out.
+
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for metric in metrics:
+        for sample in metric.samples:
+            if sample.name.startswith(FIGURE_NAMES) and not sample.name.endswith("_bucket"):
+                value = sample.value if isfinite(sample.value) else None
+                found.setdefault(sample.name, []).append({"labels": sample.labels, "value": value})
+    return found
+
+
+def _vllm_registry() -> CollectorRegistry:
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    return get_prometheus_registry()
 
 
 def _serve(content: bytes, media_type: str) -> Endpoint:

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from nwor.config import NworConfig
@@ -186,7 +186,7 @@ class StandIn:
         self.root = root
         self.metrics = Metrics()
         self.health = 200
-        #: Answers /metrics with this instead of the registry.
+        #: Answers the page's question for figures with this instead of the registry.
         self.metrics_answer: Response | None = None
         self.engine = Engine(lambda mode: self.metrics.set_mode(mode))
         self.requests: list[tuple[str, str, str]] = []
@@ -198,13 +198,7 @@ class StandIn:
         app = FastAPI()
         http_errors.install(app)
         admin_routes.install(app, self.engine, self.key, None)
-        dashboard.install(app)
-
-        @app.get("/metrics")
-        async def metrics() -> Response:
-            return self.metrics_answer or Response(
-                generate_latest(self.metrics.registry), media_type="text/plain; version=1.0.0; charset=utf-8"
-            )
+        dashboard.install(app, lambda: self.metrics.registry)
 
         @app.get("/health")
         async def health() -> Response:
@@ -213,6 +207,8 @@ class StandIn:
         @app.middleware("http")
         async def note(request: Request, call_next: Any) -> Response:
             self.requests.append((request.method, str(request.url), request.headers.get("authorization", "")))
+            if self.metrics_answer is not None and request.url.path.endswith(dashboard.FIGURES):
+                return self.metrics_answer
             answer: Response = await call_next(request)
             return answer
 

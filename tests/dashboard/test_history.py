@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
+from server import dashboard
 from tests.conftest import find_free_port
 from tests.dashboard.stand_in import Metrics, serve
 
 RUN = """async ([base, scrapes]) => {
-  const { parse } = await import(base + "prometheus.js");
   const { read, derive } = await import(base + "figures.js");
   const { History } = await import(base + "history.js");
   const history = new History(150_000);
-  for (const { time, text, missed } of scrapes) history.add(1e12 + 1000 * time, read(parse(text)), missed);
+  for (const { time, samples, missed } of scrapes) {
+    history.add(1e12 + 1000 * time, read(new Map(Object.entries(samples))), missed);
+  }
   const plain = (amounts) => amounts && Object.fromEntries(amounts);
   const points = history.rates(3_600_000, 10_000);
   return {
@@ -39,7 +42,11 @@ def run(chromium: Any) -> Any:
 
         def start(*scrapes: tuple[float, str] | tuple[float, str, bool]) -> Any:
             values = [
-                {"time": scrape[0], "text": scrape[1], "missed": bool(scrape[2:] and scrape[2])}
+                {
+                    "time": scrape[0],
+                    "samples": dashboard.samples_of(text_string_to_metric_families(scrape[1])),
+                    "missed": bool(scrape[2:] and scrape[2]),
+                }
                 for scrape in scrapes
             ]
             return page.evaluate(RUN, [f"{server.url}/dashboard/", values])

@@ -190,7 +190,10 @@ def test_a_dead_engine_behind_a_living_server(stand_in: StandIn, visit: Seen) ->
 
 @pytest.mark.parametrize(
     ("status", "body", "words"),
-    [(403, "no", "/metrics answers 403"), (200, "<html>login</html>", "/metrics cannot be read")],
+    [
+        (403, "no", "/dashboard/metrics.json answers 403"),
+        (200, "<html>login</html>", "/dashboard/metrics.json cannot be read"),
+    ],
 )
 def test_a_proxy_that_answers_something_else(
     stand_in: StandIn, visit: Seen, status: int, body: str, words: str

@@ -28,7 +28,8 @@ export const PATHS = {
 /**
  * Read off what is true now.
  *
- * @param {Map} samples as prometheus.js gives them
+ * @param {Map<string, {labels: Record<string, string>, value: number | null}[]>} by name
+ *   (null: not finite)
  * @returns what the server has, gauges, and each counter's series under its figure
  */
 export function read(samples) {

@@ -7,7 +7,6 @@ import { PATHS, derive, read } from "./figures.js";
 import * as format from "./format.js";
 import { History } from "./history.js";
 import { byId, fill, rows, rowsOrNone, setText } from "./page.js";
-import { FormatError, parse } from "./prometheus.js";
 import { showTree } from "./trees.js";
 
 const INTERVAL = 2_000;
@@ -24,6 +23,9 @@ const SHORTEST_RANGE = 60_000;
 const MOST_LINES = 8;
 
 const DOWN = "The engine is down";
+
+/** The figures of /metrics, as JSON. */
+const FIGURES = "/dashboard/metrics.json";
 
 /** What elements with `data-needs` need. */
 const NEEDS = { nwor: "hasNwor", speculation: "hasSpeculation", choice: "hasChoice", tree: "tree" };
@@ -175,18 +177,18 @@ async function poll() {
   polling = true;
   clearTimeout(timer);
   const time = clock();
-  const [metrics, health] = await Promise.all([get("metrics"), get("health")]);
+  const [metrics, health] = await Promise.all([get(FIGURES.slice(1)), get("health")]);
   let problem = metrics.problem ?? health.problem;
   try {
-    if (!problem && !metrics.answer.ok) problem = `/metrics answers ${metrics.answer.status}`;
+    if (!problem && !metrics.answer.ok) problem = `${FIGURES} answers ${metrics.answer.status}`;
     if (!problem) {
-      const text = await metrics.answer.text();
-      history.add(time, read(parse(text)), missed);
+      const samples = new Map(Object.entries(await metrics.answer.json()));
+      history.add(time, read(samples), missed);
       if (health.answer.status === 503) problem = DOWN;
       else if (!health.answer.ok) problem = `/health answers ${health.answer.status}`;
     }
   } catch (error) {
-    problem = error instanceof FormatError ? "/metrics cannot be read" : "The server’s answer was cut off";
+    problem = error instanceof SyntaxError ? `${FIGURES} cannot be read` : "The server’s answer was cut off";
     console.warn(error);
   }
   missed = history.latest?.time !== time;
