@@ -16,7 +16,9 @@ PORT   ?= 8000
 ARGS   ?=
 TESTS  ?= tests
 # Lanes of tests, each on processors of its own: 0 is one test after another, auto one lane for each processor.
-LANES  ?= 0
+LANES  ?= auto
+# 1: the tests that run once more, on other runners and in more processes, what others cover.
+LONG   ?=
 
 # torch's CPU build: found by pip as it is configured, else on PyTorch's own index.
 TORCH_CPU       ?= torch==2.13.0+cpu
@@ -58,8 +60,12 @@ serve: setup
 	$(PY) -m server --demo --host $(HOST) --port $(PORT) $(ARGS)
 
 # Each server and each lane would compile the same sources again where no bytecode may be written.
+# What waits for a server may wait too long beside a full lane, so what has failed there is run once more, alone; both
+# results stand above the end.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE NWOR_TESTS_LONG=$(LONG) $(PY) -m pytest --dist loadscope --durations 25 -rs
 test: setup-dev
-	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(LANES) --dist loadscope --durations 25 -rs $(TESTS)
+	$(PYTEST) -n $(LANES) $(TESTS) || { [ $$? = 1 ] && [ $(LANES) != 0 ] && echo "what failed, alone" && \
+		$(PYTEST) -n 0 --last-failed --last-failed-no-failures=none $(TESTS); }
 
 # Unit tests of the host's code beside vLLM 0.33's own Python files, which run on a CPU where they start no engine.
 # There is no build of 0.33 for CPUs, so all but its files is what the environment has for 0.32.

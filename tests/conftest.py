@@ -17,15 +17,17 @@ settings.register_profile("nwor", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("nwor")
 
 
-#: Set, slow tests run too.
-SLOW = "NWOR_TESTS_SLOW"
+#: Set, tests with these marks run too.
+LONG, SLOW = "NWOR_TESTS_LONG", "NWOR_TESTS_SLOW"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not os.environ.get(SLOW):
+    for mark, variable in (("long", LONG), ("slow", SLOW)):
+        if os.environ.get(variable):
+            continue
         for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason=f"slow: set {SLOW}=1"))
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=f"{mark}: set {variable}=1"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

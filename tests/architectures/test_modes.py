@@ -21,7 +21,7 @@ from tests.architectures.cases import CASES, Case
 from tests.architectures.drafters import DRAFTERS
 from tests.engine.runner import AHEAD, VARIABLE
 
-pytestmark = [pytest.mark.engine, pytest.mark.skipif(AHEAD, reason="one runner is enough")]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.skipif(AHEAD, reason="one runner is enough")]
 
 SAME = {"greedy": 0, "hits": 0, "alone": 0, "seeded": 0}
 

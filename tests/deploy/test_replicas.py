@@ -20,7 +20,7 @@ from tests.conftest import ADMIN_KEY, API_KEYS, find_free_port
 from tests.server_process import DEMO_MODEL, ROOT, ServerProcess
 from tests.waiting import end_of, is_healthy, wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 ROUTER_VARIABLE = "NWOR_TEST_ROUTER"
 #: Groups of requests that share a prefix, and requests in each.

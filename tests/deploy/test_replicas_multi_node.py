@@ -29,7 +29,7 @@ from tests.deploy.manifests import KUBERNETES
 from tests.server_process import DEMO_MODEL, ROOT, ServerProcess
 from tests.waiting import end_of, wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 PROMPT = "def fibonacci(n):"

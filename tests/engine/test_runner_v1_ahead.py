@@ -10,7 +10,11 @@ import pytest
 from tests.engine.again import run_again
 from tests.engine.runner import AHEAD
 
-pytestmark = [pytest.mark.engine, pytest.mark.skipif(AHEAD, reason="runs only beside plain V1")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.long,
+    pytest.mark.skipif(AHEAD, reason="runs only beside plain V1"),
+]
 
 
 def test_on_model_runner_v1_with_steps_ahead() -> None:

@@ -34,6 +34,7 @@ BY_HAND = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FILES)
 def test_on_model_runner_v2(name: str) -> None:
     pytest.importorskip("triton")

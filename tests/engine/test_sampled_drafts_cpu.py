@@ -126,6 +126,7 @@ def _distribution(llm: Any) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.skipif(V2 or AHEAD, reason="some thousand requests")
+@pytest.mark.long
 def test_answers_have_the_models_distribution(make: Any) -> None:
     from vllm import SamplingParams
 

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -221,6 +221,23 @@ def test_every_tile_has_one_worker(plan: Plan, name: str) -> None:
         check_balance(BATCHES[name], splits)
     # What a thread block finds for itself is what a plan says.
     assert plan(BATCHES[name], False, 64) == splits
+
+
+@pytest.mark.parametrize(
+    "name", ["one", "clusters", "splits", "uneven", "empty-windows", "chunks", "sliding"]
+)
+@pytest.mark.parametrize("padding", [1, 40, 300])
+def test_requests_behind_the_last_window_count_for_nothing(plan: Plan, name: str, padding: int) -> None:
+    """A graph takes more requests than it is replayed with, also more than a thread block keeps."""
+    batch = BATCHES[name]
+    padded = replace(
+        batch,
+        windows=batch.windows + [0] * padding,
+        contexts=batch.contexts + [i % 7 for i in range(padding)],
+    )
+    expected = plan(batch, True)
+    assert plan(padded, True) == expected
+    assert plan(padded, False, 64) == expected
 
 
 @pytest.mark.parametrize("between", ["chunks", "one-head", "clusters"])

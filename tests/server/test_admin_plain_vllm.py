@@ -86,7 +86,13 @@ class PlainServer(ServerProcess):
             )
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one API server", "two API servers"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="one API server"),
+        pytest.param(2, id="two API servers", marks=pytest.mark.long),
+    ],
+)
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServer]:
     server = PlainServer(tmp_path_factory.mktemp("plain"), request.param)
     try:

@@ -26,7 +26,7 @@ from tests.server_figures import ADMIN, check_request, last_event
 from tests.server_process import DEMO_MODEL, ServerProcess
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 ENGINES = PROCESSES = 2
 

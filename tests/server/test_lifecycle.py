@@ -53,7 +53,10 @@ def test_a_client_that_goes_away_frees_its_requests(server: ServerProcess, path:
     assert server.metric(finished).get((("finished_reason", "length"),), 0) == before
 
 
-@pytest.mark.parametrize("processes", [1, 2], ids=["one process", "two processes"])
+@pytest.mark.parametrize(
+    "processes",
+    [pytest.param(1, id="one process"), pytest.param(2, id="two processes", marks=pytest.mark.long)],
+)
 def test_sigterm_drains_then_aborts(start_server: Callable[..., ServerProcess], processes: int) -> None:
     server = start_server("--demo", "--drain-timeout", "4", "--api-server-count", str(processes))
     sockets = sockets_for_engines(server)
@@ -115,7 +118,13 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("flags", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(flags, id=name, marks=[pytest.mark.long] if name.startswith("two") else [])
+        for name, flags in ENGINES.items()
+    ],
+)
 def test_an_interrupt_of_the_whole_process_group_drains(
     start_server: Callable[..., ServerProcess], flags: tuple[str, ...]
 ) -> None:

@@ -19,7 +19,7 @@ from tests.random_requests import Generator, RandomRequest, Seen, send
 from tests.server_process import DEMO_MODEL, ServerProcess
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 SEED = 20_261_126
 AT_ONCE = 6

@@ -135,6 +135,7 @@ class Engine:
         """Do nothing."""
 
 
+@pytest.mark.long
 def test_all_passes_of_both_engines(modules: Any) -> None:
     engines = {"stock": Engine([]), "nwor": Engine(["off", "stage", "cow"])}
     for engine in engines.values():

@@ -205,8 +205,8 @@ __device__ __forceinline__ Plan make_plan(const VerifyParams& p, const Requests<
   windows = __reduce_add_sync(0xffffffffu, windows);
   lpt.work_tiles = work_tiles;
   lpt.limit = plan.share + slack;
-  plan.lpt =
-      may_use_lpt(p, sorted.count) && plan.rows == p.num_kv_heads && work_tiles == windows && lpt.is_even(sorted, plan.workers);
+  plan.lpt = may_use_lpt(p, sorted.count) && plan.rows == p.num_kv_heads && work_tiles == windows &&
+             lpt.is_even(sorted, plan.workers);
   if (plan.lpt) {
     plan.share = lpt.splits;
     plan.total = lpt.rounds;

@@ -122,6 +122,15 @@ inline const uint32_t* meet_warp(uint32_t value) {
 }  // namespace emulation
 
 inline void __syncthreads() { emulation::meet(emulation::block->all, 0, 0); }
+inline int __syncthreads_count(int predicate) {
+  static int counts[2];  // in turns: all have read one when the first begins with it anew
+  emulation::Meeting& all = emulation::block->all;
+  int& count = counts[all.generation % 2];
+  if (all.arrived == 0) count = 0;
+  count += predicate != 0;
+  emulation::meet(all, 0, 0);
+  return count;
+}
 
 template <class T>
 inline T __ldg(const T* from) {
