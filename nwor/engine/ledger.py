@@ -94,9 +94,9 @@ OBJECT_LEDGER = (
     ),
     Patch(
         target=f"{_PASSES}._run_model",
-        why="the drafter's first pass runs its model for a step's rows and its head for a batch's requests, as one",
-        how="on the speculator alone, while what the pass does for each request is captured or launched; gives "
-        "the hidden states that a graph of the model has left",
+        why="the drafter's first pass runs its model for rows and its head for requests, in one method",
+        how="on the speculator alone, while what the pass does for each request is captured or launched; "
+        "gives the hidden states that a graph of the model has left",
         removal="when the pass is two methods",
         where="nwor.engine.cuda_graphs.draft",
     ),

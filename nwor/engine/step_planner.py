@@ -23,8 +23,9 @@ FEW_ROWS = 512
 FEW_TIMES = 2
 
 
-#: What a step's shape is known by: whether a graph copies its windows aside, then rows and drafts of each
-#: request as int32, in bytes; of a full step how many requests it has; of a trimmed one its rows, too.
+#: What a step's shape is known by: whether a graph copies its windows aside, the longest window that the
+#: graph is for, then rows and drafts of each request as int32, in bytes. Of a full step it is whether a graph
+#: copies, and how many requests there are; of a trimmed one its rows, too.
 _Key = tuple[object, ...]
 
 
@@ -61,6 +62,7 @@ class StepPlanner:
         full: int = 0,
         graph_copies: bool | None = None,
         trimmed_tokens: int | None = None,
+        longest: int | None = None,
     ) -> KnownStep:
         """Return what holds for all steps of this shape.
 
@@ -73,12 +75,13 @@ class StepPlanner:
             graph_copies: whether the step's mixed graph copies windows aside; None where it runs in none.
             trimmed_tokens: the step's rows, where the device leaves out some of the draft tokens above, and
                 their rows; None where it leaves out none.
+            longest: rows of the longest window that the step's graph is for; None for any of the engine's.
 
         """
         key: _Key = (
             (graph_copies, full)
             if full
-            else (graph_copies, int32_bytes(query_lens), int32_bytes(draft_counts))
+            else (graph_copies, longest, int32_bytes(query_lens), int32_bytes(draft_counts))
         )
         if trimmed_tokens is not None:
             key = (*key, trimmed_tokens)
@@ -93,7 +96,7 @@ class StepPlanner:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             known = self._known[key] = self._work_out(
-                int32_bytes(query_lens), int32_bytes(draft_counts), graph_copies, trimmed_tokens
+                int32_bytes(query_lens), int32_bytes(draft_counts), graph_copies, trimmed_tokens, longest
             )
         self._latest_key, self._latest = key, known
         return known
@@ -112,7 +115,12 @@ class StepPlanner:
         return KnownStep(Treatment(mode.value, int32_bytes(draft_counts), 0, 0, outside=reason), [])
 
     def _work_out(
-        self, query_bytes: bytes, drafts: bytes, graph_copies: bool | None, trimmed_tokens: int | None
+        self,
+        query_bytes: bytes,
+        drafts: bytes,
+        graph_copies: bool | None,
+        trimmed_tokens: int | None,
+        longest: int | None,
     ) -> KnownStep:
         state = self._state
         query_lens: list[int] = np.frombuffer(query_bytes, INT32).tolist()
@@ -126,7 +134,7 @@ class StepPlanner:
         if mode is not Mode.OFF:
             reason = self._refusal or ""
             if not reason:
-                requests, tokens = leading_windows(query_lens, self._longest)
+                requests, tokens = leading_windows(query_lens, longest or self._longest)
                 if draft_counts[requests:].any():
                     reason = "batch_order"
                     state.log_once(reason, REASONS[reason].text)

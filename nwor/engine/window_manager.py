@@ -208,6 +208,7 @@ class WindowManager:
         full: bool = False,
         graph_copies: bool | None = None,
         trimmed: tuple[torch.Tensor, int] | None = None,
+        longest: int | None = None,
     ) -> StepPlan | None:
         """Decide, from the scheduler's own record of draft tokens, what this step does.
 
@@ -220,6 +221,7 @@ class WindowManager:
             graph_copies: whether the step's mixed graph copies windows aside; None where it runs in none.
             trimmed: where the device leaves out some of the draft tokens, each request's first row of logits,
                 int32 [requests + 1] on the device, and the step's rows; None where it leaves out none.
+            longest: rows of the longest window that the step's graph is for; None for any of the engine's.
 
         Returns:
             The plan, or None where the step verifies nothing.
@@ -239,6 +241,7 @@ class WindowManager:
                 len(request_ids) if full else 0,
                 graph_copies,
                 None if drafts is None else drafts.num_tokens,
+                longest,
             )
         except Exception as error:
             known = self._planner.failed(draft_counts, error)

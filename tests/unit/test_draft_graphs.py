@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from nwor.config import DraftBounds
-from nwor.engine.cuda_graphs.draft import NworDraftGraphManager, NworDraftPassesManager
+from nwor.engine.cuda_graphs.draft import NworDraftGraphManager, NworDraftPassesManager, request_sizes
 from nwor.engine.cuda_graphs.mixed import descriptors
 from nwor.tree_shape import TreeShape
 
@@ -66,7 +66,7 @@ def manager(monkeypatch: pytest.MonkeyPatch, layer: Any) -> Any:
     made.max_num_reqs = 4
     monkeypatch.setattr(TargetDependentARSpeculator, "_prefill", _prefill)
     speculator = Speculator(made, layer)
-    mixed = SimpleNamespace(graphs=dict.fromkeys(MIXED), chosen=None)
+    mixed = SimpleNamespace(graphs=dict.fromkeys(MIXED), chosen=None, next_drafts=None)
     assert NworDraftGraphManager.adopt(speculator, mixed, [layer])  # type: ignore[arg-type]
 
     def capture(self: Any, forward_fn: Any, state: Any, buffers: Any, progress_bar_desc: str = "") -> None:
@@ -100,7 +100,7 @@ def test_a_graph_for_each_of_the_targets_and_for_each_number_of_requests(manager
     runs: list[Any] = [(20, None)]  # vLLM's own; those by rows have attention scheduled in the graph
     runs += [(desc.num_tokens, (desc.num_tokens, list(range(desc.num_reqs + 1)))) for desc in alone]
     assert manager._speculator.runs == runs
-    # Neither runs the head for the requests of the largest batch: that is in the graphs by requests.
+    # None of those runs the head for the requests of the largest batch: that is in the graphs by requests.
     assert [desc.num_reqs for desc in manager.request_graphs] == [4, 2, 1]
     assert manager._speculator.heads == [(4, 20.0, -20.0), *((count, 8.0, -8.0) for count in (4, 2, 1))]
     assert manager._capture_descs == {CUDAGraphMode.FULL: [UNIFORM]}
@@ -145,6 +145,41 @@ def test_what_a_pass_does_for_each_request_is_done_for_those_that_there_are(
         assert manager._speculator.heads == [(5, 8.0, -8.0)]
         assert manager._speculator.runs == []
         assert "_run_model" not in vars(manager._speculator)
+
+
+def test_of_graphs_of_the_same_rows_the_drafter_follows_the_one_for_most_requests(
+    monkeypatch: pytest.MonkeyPatch, manager: Any
+) -> None:
+    wide = [desc for desc in MIXED if not desc.num_active_loras]
+    narrow = [replace(desc, num_reqs=2) for desc in wide if desc.num_tokens in (16, 24)]
+    targets = sorted([*wide, *narrow], key=lambda desc: (-desc.num_tokens, -desc.num_reqs))
+    for order in (targets, sorted(targets, key=lambda desc: (-desc.num_tokens, desc.num_reqs))):
+        manager.mixed.graphs = dict.fromkeys(order)
+        manager.graphs = {}
+        manager.capture(manager._speculator._prefill, None, SimpleNamespace(query_start_loc=torch.arange(40)))
+        assert set(manager.mixed_graphs) == set(wide)
+    assert choose(monkeypatch, manager, PIECES, narrow[0], narrow[0].num_tokens) in wide
+
+
+def test_a_step_that_makes_no_drafts_runs_no_head(monkeypatch: pytest.MonkeyPatch, manager: Any) -> None:
+    target = next(desc for desc in MIXED if desc.num_tokens == 24 and not desc.num_active_loras)
+    order: list[Any] = []
+    monkeypatch.setattr(CudaGraphManager, "run_fullgraph", lambda self, desc: order.append(desc))
+    desc = choose(monkeypatch, manager, PIECES, target, 24, 5)
+    del manager._speculator.heads[:]
+    manager.mixed.next_drafts = 0
+    manager.run_fullgraph(desc)
+    assert order == [desc]
+    assert manager._speculator.heads == []
+
+
+@pytest.mark.parametrize("most", [1, 3, 20, 100, 1024])
+def test_every_batch_has_a_graph_by_requests_up_to_the_largest(most: int) -> None:
+    sizes = request_sizes(most)
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert sizes[0] == min(most, 256)
+    for count in range(1, sizes[0] + 1):
+        assert min(size for size in sizes if size >= count) < 2 * count + 8
 
 
 def test_a_drafter_that_feeds_back_what_its_head_reads_keeps_one_copy(manager: Any) -> None:

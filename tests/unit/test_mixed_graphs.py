@@ -255,32 +255,65 @@ def test_sizes_grow_with_the_rows_and_end_at_the_limit() -> None:
 
 def test_graphs_take_as_many_requests_as_are_likely_in_so_many_rows() -> None:
     assert [desc.num_reqs for desc in descriptors(32, 20, [0, 1])] == [20, 20, 16, 16, 16, 16, 8, 8]
-    by_rows = {desc.num_tokens: desc.num_reqs for desc in descriptors(2048, 1024, [0])}
-    assert [by_rows[rows] for rows in (8, 16, 24, 32, 40, 80, 256, 384, 512, 1984)] == [
-        *(8, 16, 16, 16),
-        *(20, 40, 128, 192, 256, 992),
+    by_rows: dict[int, list[int | None]] = {}
+    for desc in descriptors(2048, 1024, [0]):
+        by_rows.setdefault(desc.num_tokens, []).append(desc.num_reqs)
+    assert [by_rows[rows] for rows in (8, 16, 24, 32, 40, 80, 1984)] == [
+        [8],
+        [16],
+        [16],
+        [16],
+        [20],
+        [40],
+        [992],
+    ]
+    # Some take as many requests as there are rows, for steps in which few requests speculate.
+    assert [by_rows[rows] for rows in (64, 128, 384, 512, 1536)] == [
+        [64, 32],
+        [128, 64],
+        [384, 192],
+        [512, 256],
+        [1024, 768],
     ]
     # Any step that is small enough fits at least into the largest.
-    assert by_rows[2048] == 1024
+    assert by_rows[2048] == [1024]
     assert {desc.num_reqs for desc in descriptors(2048, 4, [0])} == {4}
+    assert len({(desc.num_tokens, desc.num_reqs) for desc in descriptors(2048, 4, [0])}) == 80
     assert next(desc.num_reqs for desc in descriptors(64, 4096, [0])) == 64
 
 
+def _padded(descs: list[Any], rows: int, requests: int) -> int:
+    return min(desc.num_tokens for desc in descs if desc.num_tokens >= rows and desc.num_reqs >= requests)
+
+
 def test_steps_with_trees_have_graphs_of_fewer_sizes_for_fewer_requests() -> None:
-    every = {desc.num_tokens: desc.num_reqs for desc in descriptors(2000, 1024, [0])}
-    trees = {desc.num_tokens: desc.num_reqs for desc in descriptors(2000, 1024, [0], tree_rows=17)}
+    every, trees = (descriptors(2000, 1024, [0], tree_rows=rows) for rows in (None, 17))
     # The drafter's pass runs in the graphs of the others, by their rows.
-    assert set(trees) < set(every)
-    assert all(requests <= every[rows] for rows, requests in trees.items())
-    assert max(trees) == max(every)
-    assert trees[max(every)] == every[max(every)] == 1024
+    most = {desc.num_tokens: desc.num_reqs or 0 for desc in reversed(every)}
+    assert {desc.num_tokens for desc in trees} < set(most)
+    assert all((desc.num_reqs or 0) <= most[desc.num_tokens] for desc in trees)
+    assert trees[0] == every[0]
+    assert trees[0].num_reqs == 1024
     for requests, rows in ((1, 61), (2, 122), (3, 183), (4, 244), (8, 33 * 8), (16, 16 * 17), (16, 16 * 61)):
-        size = min(size for size, most in trees.items() if size >= rows and most >= requests)
-        assert size - rows < max(64, rows // 4)
-    assert trees[16] == 1
-    assert trees[64] == 3
-    assert trees[256] == 15
+        assert _padded(trees, rows, requests) - rows < max(64, rows // 4)
+    likely = {desc.num_tokens: desc.num_reqs for desc in trees}  # the last of a size takes the fewest
+    assert [likely[size] for size in (16, 64, 128, 256, 320)] == [2, 8, 16, 16, 18]
     assert descriptors(7, 4, [0], tree_rows=17) == []
+
+
+@pytest.mark.parametrize(
+    ("trees", "others", "rows"), [(10, 40, 1), (1, 60, 8), (4, 30, 5), (1, 12, 9), (2, 100, 1)]
+)
+def test_few_trees_beside_many_short_requests_are_not_padded_much(trees: int, others: int, rows: int) -> None:
+    step = trees * 17 + others * rows
+    size = _padded(descriptors(2048, 256, [0], tree_rows=17), step, trees + others)
+    assert size <= max(256, 1.35 * step)
+
+
+@pytest.mark.parametrize(("requests", "rows"), [(237, 276), (132, 148), (1000, 1100), (60, 70)])
+def test_many_requests_without_drafts_are_not_padded_much(requests: int, rows: int) -> None:
+    # Up to about 150 rows padding costs nothing.
+    assert _padded(descriptors(2048, 1024, [0]), rows, requests) <= max(152, 1.42 * rows)
 
 
 @pytest.fixture

@@ -102,6 +102,11 @@ def test_what_graphs_of_mixed_steps_keep_comes_on_top(
     kv_bytes, partial = 2 * 2 * 2 * 64 * 2, 1024 * 4 * 64 * 4
     expected = OWN + 3 * 3 * MIB + kept * ROW_BYTES + aside * kv_bytes + partial
     assert runner.profile_cudagraph_memory() == expected
+    # And so do the graphs of an EAGLE drafter, and the hidden states between them.
+    runner.speculator, runner.max_num_reqs = SimpleNamespace(prefill_cudagraph_manager=object()), 4
+    runner.model_config.get_hidden_size = lambda: 128
+    expected += 2 * sizes[0] * 128 * 2 + (len(sizes) + 3) * LEAST_GRAPH_BYTES
+    assert runner.profile_cudagraph_memory() == expected
 
 
 def test_nothing_is_added_where_no_graph_of_stage_comes(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ class _Tables:
 
     def __init__(self) -> None:
         self.linear: dict[int, bool] = {}
+        self.shape = TreeShape.of(16)
         self.growing: set[str] = set()
         self.verifies_trees = False
 
@@ -192,14 +193,22 @@ def test_masks_of_a_grammar_have_the_rows_of_a_step(
 
 def test_a_step_has_trees_where_a_request_of_it_was_drafted_one(trees: Any) -> None:
     made, tables = trees.made, trees.made.tables
-    assert not made.begin({"a": [-1], "b": [-1]})
+    rows = dict.fromkeys("abc", 2)
+    assert not made.begin("ab", rows)
     tables.growing.update("ab")
-    assert made.begin({"b": [-1] * 9, "c": [-1]})
+    assert made.begin("bc", rows)
     assert tables.verifies_trees
     # One that sits a step out keeps its tree.
-    assert not made.begin({"c": [-1]})
+    assert not made.begin("c", rows)
     assert not tables.verifies_trees
-    assert made.begin({"a": [-1]})
+    assert made.begin("a", rows)
     made.forget({"a"})
-    assert not made.begin({"a": [-1]})
+    assert not made.begin("a", rows)
     assert tables.growing == {"b"}
+
+
+def test_windows_longer_than_chains_are_attended_with_those_of_trees(trees: Any) -> None:
+    """vLLM gives a new request as many places for draft tokens as there can be, before any are made."""
+    made, longest = trees.made, 1 + trees.made.tables.shape.longest_chain
+    assert not made.begin("a", {"a": longest, "prompt": 500})
+    assert made.begin("ab", {"a": longest, "b": longest + 1})

@@ -46,6 +46,14 @@ def test_mixed_batch_stages_the_leading_part_only():
     assert (plan.num_requests, plan.num_tokens, plan.direct_reason) == (2, 8, None)
 
 
+def test_windows_end_where_the_graph_of_a_step_takes_no_longer_ones():
+    """A short prompt stands among the windows, unless its graph is for shorter ones: it is then written."""
+    window_manager = _window_manager()
+    for longest, requests, tokens in ((None, 3, 10), (3, 2, 5), (None, 3, 10), (4, 2, 5), (5, 3, 10)):
+        plan = window_manager.plan_step(["a", "b", "p"], [3, 2, 5], [2, 1, 0], longest=longest)
+        assert (plan.num_requests, plan.num_tokens) == (requests, tokens)
+
+
 def test_windows_behind_a_prompt_are_counted_as_direct():
     window_manager = _window_manager()
     plan = window_manager.plan_step(["a", "p", "b"], [5, 200, 5], [4, 0, 4])

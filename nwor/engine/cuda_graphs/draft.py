@@ -32,6 +32,11 @@ logger = logging.getLogger("vllm.nwor.draft_graphs")
 REQUESTS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 
 
+def request_sizes(most: int) -> list[int]:
+    """Return the requests of each graph by requests, the largest first, for batches of at most ``most``."""
+    return sorted({min(count, most) for count in REQUESTS}, reverse=True)
+
+
 class NworDraftGraphManager(SpeculatorCudaGraphManager):
     """vLLM's manager of the drafter's first pass, with graphs of mixed steps beside its own.
 
@@ -90,25 +95,28 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
         """Capture vLLM's graphs, then one for each of the target's graphs of mixed steps."""
         super().capture(forward_fn, *args, **kwargs)
         self._forget()
-        descs = [desc for desc in self.mixed.graphs if not desc.num_active_loras]
-        if not descs:
+        by_rows: dict[int, BatchExecutionDescriptor] = {}
+        for desc in self.mixed.graphs:  # the largest first; of equal rows the one that takes most requests
+            known = by_rows.get(desc.num_tokens, desc)
+            if not desc.num_active_loras and (desc.num_reqs or 0) >= (known.num_reqs or 0):
+                by_rows[desc.num_tokens] = desc
+        if not by_rows:
             return
         starts = args[1].query_start_loc  # vLLM's input buffers of the target
         kwargs["progress_bar_desc"] = "Capturing prefill CUDA graphs (NWOR mixed)"
         by_requests = [
             BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=count, num_reqs=count)
-            for count in reversed(REQUESTS)
-            if count <= self.max_num_reqs
+            for count in request_sizes(self.max_num_reqs)
         ]
         try:
-            with other_graphs(self, self.mixed_graphs, descs):
+            with other_graphs(self, self.mixed_graphs, list(by_rows.values())):
                 super().capture(self._rows_alone(starts), *args, **kwargs)
             with other_graphs(self, self.request_graphs, by_requests):
                 super().capture(self._requests_alone(forward_fn), *args, **kwargs)
         except Exception:
             logger.error("A graph of the drafter's pass could not be captured: set mixed_graph_rows to 0")
             raise
-        self._by_rows = {desc.num_tokens: desc for desc in descs}
+        self._by_rows = by_rows
 
     def _rows_alone(self, starts: torch.Tensor) -> Callable[..., Any]:
         """Run the model alone, and have attention scheduled within each graph, for any lengths."""
@@ -184,6 +192,8 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
         if self._chosen is None or desc is not self._chosen:
             return super().run_fullgraph(desc)
         self._replay(desc, self.mixed_graphs)
+        if self.mixed.next_drafts == 0:
+            return None  # the pass has written the drafter's cache, and nobody reads its tokens
         requests = self._requests
         for tail in reversed(self.request_graphs):
             if tail.num_tokens >= requests:

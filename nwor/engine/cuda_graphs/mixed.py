@@ -45,8 +45,13 @@ MOST_WINDOW_ROWS = 1024
 #: Steps of at most as many rows may have a request for each: a window has two rows or more, but where its
 #: request does not speculate.
 FEW_ROWS = 16
-#: The same of steps with trees, which are for few requests: up to about 150 rows padding costs nothing.
+#: As STEPS, of steps with trees. Those are for few requests, and up to about 150 rows padding costs nothing.
 TREE_STEPS = ((256, 16), (1024, 64), (1 << 30, 128))
+#: Rows of graphs that take more requests than are likely. Without them a step of many requests that do not
+#: speculate, beside few that do, would be padded until its requests fit.
+WIDE_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536)
+#: Requests up to which `verify_attention` has a kernel for few work tiles, at 8 KV heads on 132 processors.
+FEW_TREES = 16
 #: Slot of a row that is not written.
 NO_SLOT = -1
 
@@ -74,7 +79,8 @@ def descriptors(
     """Return what vLLM names the graphs by, the largest first.
 
     A graph's kernels are chosen for as many requests as it takes, and read the lengths of all of them. So it
-    takes no more than are likely beside each other in so many rows. The largest graph takes any.
+    takes no more than are likely beside each other in so many rows. Some sizes have a second graph, which
+    takes more; the largest takes any.
 
     Args:
         most_rows: rows of the largest mixed step that is to run in a graph.
@@ -88,18 +94,23 @@ def descriptors(
     if tree_rows is not None:
         sizes = sorted({*graph_sizes(largest, TREE_STEPS), largest} & set(sizes))
 
-    def requests(size: int) -> int:
-        likely = size // tree_rows if tree_rows is not None else max(size // 2, min(size, FEW_ROWS))
-        return size if size == largest else max(1, likely)
+    def requests(size: int) -> set[int]:
+        if size == largest:
+            return {min(size, most_requests)}
+        chains = max(size // 2, min(size, FEW_ROWS))
+        if tree_rows is None:
+            counts = {chains, size} if size in WIDE_SIZES else {chains}
+        else:
+            trees = max(size // tree_rows, min(size // 8, FEW_TREES), 1)
+            counts = {trees, chains} if size in WIDE_SIZES else {trees}
+        return {min(count, most_requests) for count in counts}
 
     return [
         BatchExecutionDescriptor(
-            cg_mode=CUDAGraphMode.FULL,
-            num_tokens=size,
-            num_reqs=min(requests(size), most_requests),
-            num_active_loras=count,
+            cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=taken, num_active_loras=count
         )
         for size in reversed(sizes)
+        for taken in sorted(requests(size), reverse=True)
         for count in loras
     ]
 
@@ -167,6 +178,7 @@ class MixedGraphs:
         kind: likewise.
         of_trees: the graphs of steps in which a window may be a tree; None where these are of all steps.
         verifies_trees: whether a window of the step that is being prepared may be a tree.
+        next_drafts: draft tokens that the step will make for each request; None for the engine's number.
         graphs: by descriptor; none before they are captured.
         window_graphs: by the same descriptors, graphs of steps that consist of windows alone, of any lengths.
         chosen: the graph of the step that is being prepared; None where vLLM's own choice stands.
@@ -178,6 +190,7 @@ class MixedGraphs:
         self.kind = kind
         self.of_trees: MixedGraphs | None = None
         self.verifies_trees = False
+        self.next_drafts: int | None = None
         self.graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph] = {}
         self.chosen: BatchExecutionDescriptor | None = None
         self._by_loras: dict[int, list[BatchExecutionDescriptor]] = {}
@@ -192,6 +205,13 @@ class MixedGraphs:
         self._early_set = False
         self._places: torch.Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def longest(self) -> int | None:
+        """Rows of the longest window that the chosen graph is for; None where it is any of the engine's."""
+        trees = self.of_trees
+        of = trees if trees is not None and trees.chosen is not None else self
+        return None if of.chosen is None or of.kind is None else of.kind.longest
 
     def copies(self, desc: BatchExecutionDescriptor) -> bool:
         """Return whether a graph copies its windows aside."""
@@ -240,7 +260,7 @@ class MixedGraphs:
         self.graphs = run(self._noting(noted, slots, starts))
         self._sources = window_manager.capture_errors.captured(noted)
         by_loras: dict[int, list[BatchExecutionDescriptor]] = {}
-        for desc in sorted(self.graphs, key=lambda desc: desc.num_tokens):
+        for desc in sorted(self.graphs, key=lambda desc: (desc.num_tokens, desc.num_reqs)):
             by_loras.setdefault(desc.num_active_loras, []).append(desc)
         self._by_loras = by_loras
         window_manager.state.mixed_graph_rows = most

@@ -76,10 +76,13 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
             self.nwor.next_step(in_flight_of(scheduler_output), freed_by(scheduler_output))
         self._nwor_early = takes_over_blocks(scheduler_output)
         mixed, trees = self.nwor.mixed, self._nwor_trees
-        verifies_trees = trees is not None and trees.begin(scheduler_output.scheduled_spec_decode_tokens)
+        verifies_trees = trees is not None and trees.begin(
+            scheduler_output.scheduled_spec_decode_tokens, scheduler_output.num_scheduled_tokens
+        )
         if mixed is not None:
             mixed.chosen = None  # nobody chooses where a step has to run without graphs
             mixed.verifies_trees = verifies_trees
+            mixed.next_drafts = scheduler_output.num_spec_tokens_to_schedule
         if trees is not None:
             trees.forget(scheduler_output.finished_req_ids)
         super().finish_requests(scheduler_output)
@@ -122,6 +125,7 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
                 full,
                 None if mixed is None or mixed.chosen is None else mixed.copies(mixed.chosen),
                 trimmed,
+                None if mixed is None else mixed.longest,
             )
         if self._nwor_trees is not None:
             self._nwor_place(self._nwor_trees, input_batch, plan)

@@ -17,6 +17,7 @@ from nwor.engine.cuda_graphs import mixed as mixed_graphs
 from nwor.engine.cuda_graphs.draft import (
     NworDraftGraphManager,
     NworDraftPassesManager,
+    request_sizes,
 )
 from nwor.engine.cuda_graphs.stage_graphs import LEAST_GRAPH_BYTES, expected_bytes
 from nwor.engine.cuda_graphs.v2 import NworCudaGraphManager, ProfiledCudaGraphManager, stageable
@@ -181,6 +182,11 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
                 taken += min(window_manager.most_window_rows, mixed[0]) * kv_elements * itemsize
             # FlashAttention's partial results, in float32; vLLM measured graphs that do not split.
             taken += MOST_SPLIT_ROWS * query_elements * 4
+            speculator = getattr(self, "speculator", None)
+            if getattr(speculator, "prefill_cudagraph_manager", None) is not None:
+                # The drafter's first pass: hidden states, its head's and those fed back, and graphs.
+                taken += 2 * mixed[0] * self.model_config.get_hidden_size() * itemsize
+                taken += (len(set(mixed)) + len(request_sizes(self.max_num_reqs))) * LEAST_GRAPH_BYTES
         state = self.nwor.state
         bounds = state.config.draft_tokens
         if mixed and bounds is not None:

@@ -142,15 +142,18 @@ class TreeDecoding:
         self.chains[reason] = self.chains.get(reason, 0) + 1
         windows.state.forget_facts()
 
-    def begin(self, verified: Iterable[str]) -> bool:
-        """Begin a step; return whether any of its windows may be a tree.
+    def begin(self, verified: Iterable[str], rows: Mapping[str, int]) -> bool:
+        """Begin a step; return whether any of its windows may be a tree, or is longer than chains are.
 
         Args:
             verified: the requests whose draft tokens it verifies.
+            rows: of each request.
 
         """
-        tables = self.tables
-        tables.verifies_trees = not tables.growing.isdisjoint(verified)
+        tables, longest = self.tables, 1 + self.tables.shape.longest_chain
+        tables.verifies_trees = not tables.growing.isdisjoint(verified) or any(
+            rows[request] > longest for request in verified
+        )
         return tables.verifies_trees
 
     def forget(self, request_ids: Iterable[str]) -> None:
