@@ -18,6 +18,7 @@ TOKENS = 15
 PROMPTS = ("def fibonacci(n):", "class Stack:\n    def __init__(self):\n", "import")
 
 
+@pytest.mark.long
 def test_a_draft_model_is_told_and_drafts(
     start_server: Callable[..., ServerProcess], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

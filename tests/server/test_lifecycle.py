@@ -121,7 +121,7 @@ ENGINES = {
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(flags, id=name, marks=[pytest.mark.long] if name.startswith("two") else [])
+        pytest.param(flags, id=name, marks=[] if name == "one process" else [pytest.mark.long])
         for name, flags in ENGINES.items()
     ],
 )
