@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     ModelCudaGraphManager,
 )
 
-from nwor.engine.cuda_graphs.mixed import descriptors
+from nwor.engine.cuda_graphs.mixed_sizes import descriptors
 from nwor.engine.cuda_graphs.v2 import (
     NworCudaGraphManager,
     ProfiledCudaGraphManager,

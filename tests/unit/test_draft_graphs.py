@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import Target
 
 from nwor.config import DraftBounds
 from nwor.engine.cuda_graphs.draft import NworDraftGraphManager, NworDraftPassesManager, request_sizes
-from nwor.engine.cuda_graphs.mixed import descriptors
+from nwor.engine.cuda_graphs.mixed_sizes import descriptors
 from nwor.tree_shape import TreeShape
 
 MIXED = descriptors(32, 4, [0, 1])

@@ -21,7 +21,9 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from nwor.engine.attention.split_step import MOST_SPLIT_ROWS, SplitStep, splits_for
 from nwor.engine.cuda_graphs import mixed as mixed_graphs
-from nwor.engine.cuda_graphs.mixed import MixedGraphs, descriptors, graph_sizes
+from nwor.engine.cuda_graphs import mixed_sizes
+from nwor.engine.cuda_graphs.mixed import MixedGraphs
+from nwor.engine.cuda_graphs.mixed_sizes import descriptors, graph_sizes
 from nwor.engine.cuda_graphs.v2 import NworCudaGraphManager
 from nwor.modes import Mode
 from nwor.windows.batch import WindowKind
@@ -39,7 +41,7 @@ class Engine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, most_kept: int) -> None:
         monkeypatch.setattr(mixed_graphs, "MOST_KEPT_ROWS", most_kept)
         monkeypatch.setattr(mixed_graphs, "weak_sources", dict)
-        monkeypatch.setattr(mixed_graphs, "STEPS", ((1 << 30, 16),))
+        monkeypatch.setattr(mixed_sizes, "STEPS", ((1 << 30, 16),))
         self.toy = ToyLayers()
         self.window_manager = self.toy.window_manager
         self.slots, self.starts = SLOTS.clone(), STARTS.clone()

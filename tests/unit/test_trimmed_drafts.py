@@ -25,7 +25,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 from nwor.counts.records import Treatment
 from nwor.counts.window_table import MOST_TREATMENTS, WindowTable
 from nwor.engine.cuda_graphs import mixed as mixed_graphs
-from nwor.engine.cuda_graphs.mixed import MixedGraphs, descriptors
+from nwor.engine.cuda_graphs.mixed import MixedGraphs
+from nwor.engine.cuda_graphs.mixed_sizes import descriptors
 from nwor.engine.cuda_graphs.v2 import NworCudaGraphManager, stageable
 from nwor.engine.model_runner.v2 import NworRunnerV2
 from nwor.engine.trimmed_drafts import TrimmedDrafts

@@ -32,87 +32,14 @@ logger = logging.getLogger("vllm.nwor.mixed_graphs")
 ForwardFn = Callable[[CUDAGraphMode], None]
 ForwardFactory = Callable[..., ForwardFn]
 
-#: Rows between two graphs' sizes, by the rows up to which that holds. Above about 150 rows an 8B model's
-#: products take time in proportion to their rows, so padding costs; vLLM's own graphs pad to 8 rows, and to
-#: 16 above 256.
-STEPS = ((256, 8), (512, 16), (1024, 32), (1 << 30, 64))
 #: Graphs of more rows copy their windows aside: else the memory of all rows' keys and values, layer by layer,
 #: would stay taken for them.
 MOST_KEPT_ROWS = 512
 #: Graphs of windows alone have at most as many rows; larger steps of windows run in graphs of mixed steps, in
 #: which an attention without rows is launched in each layer.
 MOST_WINDOW_ROWS = 1024
-#: Steps of at most as many rows may have a request for each: a window has two rows or more, but where its
-#: request does not speculate.
-FEW_ROWS = 16
-#: As STEPS, of steps with trees. Those are for few requests, and up to about 150 rows padding costs nothing.
-TREE_STEPS = ((256, 16), (1024, 64), (1 << 30, 128))
-#: Rows of graphs that take more requests than are likely. Without them a step of many requests that do not
-#: speculate, beside few that do, would be padded until its requests fit.
-WIDE_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536)
-#: Requests up to which `verify_attention` has a kernel for few work tiles, at 8 KV heads on 132 processors.
-FEW_TREES = 16
 #: Slot of a row that is not written.
 NO_SLOT = -1
-
-
-def graph_sizes(most_rows: int, steps: Sequence[tuple[int, int]] | None = None) -> list[int]:
-    """Return the rows of each graph, ascending, the largest of at most ``most_rows``.
-
-    Args:
-        most_rows: rows of the largest step that is to run in a graph.
-        steps: as :data:`STEPS`, which stand where none are given.
-
-    """
-    sizes: list[int] = []
-    size = 0
-    while True:
-        size += next(step for limit, step in steps or STEPS if size < limit)
-        if size > most_rows:
-            return sizes
-        sizes.append(size)
-
-
-def descriptors(
-    most_rows: int, most_requests: int, loras: Sequence[int], tree_rows: int | None = None
-) -> list[BatchExecutionDescriptor]:
-    """Return what vLLM names the graphs by, the largest first.
-
-    A graph's kernels are chosen for as many requests as it takes, and read the lengths of all of them. So it
-    takes no more than are likely beside each other in so many rows. Some sizes have a second graph, which
-    takes more; the largest takes any.
-
-    Args:
-        most_rows: rows of the largest mixed step that is to run in a graph.
-        most_requests: requests of the largest batch.
-        loras: numbers of active adapters that graphs are captured for.
-        tree_rows: rows of the smallest window that is a tree, for steps with trees; None for others.
-
-    """
-    sizes = graph_sizes(most_rows)
-    largest = max(sizes, default=0)
-    if tree_rows is not None:
-        sizes = sorted({*graph_sizes(largest, TREE_STEPS), largest} & set(sizes))
-
-    def requests(size: int) -> set[int]:
-        if size == largest:
-            return {min(size, most_requests)}
-        chains = max(size // 2, min(size, FEW_ROWS))
-        if tree_rows is None:
-            counts = {chains, size} if size in WIDE_SIZES else {chains}
-        else:
-            trees = max(size // tree_rows, min(size // 8, FEW_TREES), 1)
-            counts = {trees, chains} if size in WIDE_SIZES else {trees}
-        return {min(count, most_requests) for count in counts}
-
-    return [
-        BatchExecutionDescriptor(
-            cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=taken, num_active_loras=count
-        )
-        for size in reversed(sizes)
-        for taken in sorted(requests(size), reverse=True)
-        for count in loras
-    ]
 
 
 def why_not(vllm_config: Any, layers: Mapping[str, Any], takes_embeddings: bool) -> str | None:

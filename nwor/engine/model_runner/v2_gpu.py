@@ -19,6 +19,7 @@ from nwor.engine.cuda_graphs.draft import (
     NworDraftPassesManager,
     request_sizes,
 )
+from nwor.engine.cuda_graphs.mixed_sizes import descriptors, graph_sizes
 from nwor.engine.cuda_graphs.stage_graphs import LEAST_GRAPH_BYTES, expected_bytes
 from nwor.engine.cuda_graphs.v2 import NworCudaGraphManager, ProfiledCudaGraphManager, stageable
 from nwor.engine.eligibility import Unsupported, check_engine, check_graphs, memory_is_reused
@@ -112,11 +113,9 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         )
         tree = state.config.tree if trees else None
         rows = None if tree is None else 1 + min(tree.sizes)
-        descs = mixed_graphs.descriptors(most, self.max_num_reqs, manager.lora_capture_cases, rows)
+        descs = descriptors(most, self.max_num_reqs, manager.lora_capture_cases, rows)
         if not descs:
-            state.mixed_graphs_why_not = (
-                f"no step has the {mixed_graphs.graph_sizes(64)[0]} rows of the smallest"
-            )
+            state.mixed_graphs_why_not = f"no step has the {graph_sizes(64)[0]} rows of the smallest"
         return descs
 
     def _nwor_stages(self) -> bool:

@@ -1,0 +1,82 @@
+"""The sizes of the graphs of mixed steps: by rows, and by the requests that each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+#: Rows between two graphs' sizes, by the rows up to which that holds. Above about 150 rows an 8B model's
+#: products take time in proportion to their rows, so padding costs; vLLM's own graphs pad to 8 rows, and to
+#: 16 above 256.
+STEPS = ((256, 8), (512, 16), (1024, 32), (1 << 30, 64))
+#: Steps of at most as many rows may have a request for each: a window has two rows or more, but where its
+#: request does not speculate.
+FEW_ROWS = 16
+#: As STEPS, of steps with trees. Those are for few requests, and up to about 150 rows padding costs nothing.
+TREE_STEPS = ((256, 16), (1024, 64), (1 << 30, 128))
+#: Rows of graphs that take more requests than are likely. Without them a step of many requests that do not
+#: speculate, beside few that do, would be padded until its requests fit.
+WIDE_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536)
+#: Requests up to which `verify_attention` has a kernel for few work tiles, at 8 KV heads on 132 processors.
+FEW_TREES = 16
+
+
+def graph_sizes(most_rows: int, steps: Sequence[tuple[int, int]] | None = None) -> list[int]:
+    """Return the rows of each graph, ascending, the largest of at most ``most_rows``.
+
+    Args:
+        most_rows: rows of the largest step that is to run in a graph.
+        steps: as :data:`STEPS`, which stand where none are given.
+
+    """
+    sizes: list[int] = []
+    size = 0
+    while True:
+        size += next(step for limit, step in steps or STEPS if size < limit)
+        if size > most_rows:
+            return sizes
+        sizes.append(size)
+
+
+def descriptors(
+    most_rows: int, most_requests: int, loras: Sequence[int], tree_rows: int | None = None
+) -> list[BatchExecutionDescriptor]:
+    """Return what vLLM names the graphs by, the largest first.
+
+    A graph's kernels are chosen for as many requests as it takes, and read the lengths of all of them. So it
+    takes no more than are likely beside each other in so many rows. Some sizes have a second graph, which
+    takes more; the largest takes any.
+
+    Args:
+        most_rows: rows of the largest mixed step that is to run in a graph.
+        most_requests: requests of the largest batch.
+        loras: numbers of active adapters that graphs are captured for.
+        tree_rows: rows of the smallest window that is a tree, for steps with trees; None for others.
+
+    """
+    sizes = graph_sizes(most_rows)
+    largest = max(sizes, default=0)
+    if tree_rows is not None:
+        sizes = sorted({*graph_sizes(largest, TREE_STEPS), largest} & set(sizes))
+
+    def requests(size: int) -> set[int]:
+        if size == largest:
+            return {min(size, most_requests)}
+        chains = max(size // 2, min(size, FEW_ROWS))
+        if tree_rows is None:
+            counts = {chains, size} if size in WIDE_SIZES else {chains}
+        else:
+            trees = max(size // tree_rows, min(size // 8, FEW_TREES), 1)
+            counts = {trees, chains} if size in WIDE_SIZES else {trees}
+        return {min(count, most_requests) for count in counts}
+
+    return [
+        BatchExecutionDescriptor(
+            cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=taken, num_active_loras=count
+        )
+        for size in reversed(sizes)
+        for taken in sorted(requests(size), reverse=True)
+        for count in loras
+    ]
