@@ -44,7 +44,7 @@ export DO_NOT_TRACK ?= 1
 
 help:
 	@echo "make serve    set up, build and serve the bundled demo model on http://$(HOST):$(PORT)"
-	@echo "make test     set up, build and run all tests that need no GPU"
+	@echo "make test     set up, build and run tests that need no GPU; LONG=1 for all of them"
 	@echo "make test-host-0.33  unit tests of the host's code beside vLLM 0.33's files"
 	@echo "make test-gpu the same on NVIDIA GPUs: their tests, compute-sanitizer, benchmarks; docs/release.md"
 	@echo "              (make serve DEVICE=cuda serves on one)"

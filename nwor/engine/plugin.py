@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 #: The vLLM releases that this package was written for, and what ran with each, oldest first.
 TESTED = {
     "0.32.0": "engines on CPUs and on GPUs",
-    "0.33.0": "unit tests of the host's code; most tests of engines on one GPU",
+    "0.33.0": "unit tests of the host's code; half of the tests of engines, on one GPU",
 }
 #: Further ones that are let in, by the first two numbers: from this one on, and before that.
 FIRST, BEFORE = (0, 32), (0, 34)

@@ -53,11 +53,18 @@ HEADERS = {
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def make_router(registry: Callable[[], CollectorRegistry] | None = None) -> APIRouter:
+def _vllm_registry() -> CollectorRegistry:
+    """Return what vLLM's /metrics tells."""
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    return get_prometheus_registry()
+
+
+def make_router(registry: Callable[[], CollectorRegistry] = _vllm_registry) -> APIRouter:
     """Return the page's routes.
 
     Args:
-        registry: returns where the figures are; None for that of vLLM's /metrics.
+        registry: returns where the figures are.
 
     Raises:
         FileNotFoundError: the package was installed without the page's files.
@@ -81,15 +88,16 @@ def make_router(registry: Callable[[], CollectorRegistry] | None = None) -> APIR
 
     def figures() -> Response:
         """Answer with the figures; not in the event loop, since several processes' are read from files."""
-        found = registry or _vllm_registry
-        return JSONResponse(samples_of(found().collect()), headers={**HEADERS, "Cache-Control": "no-store"})
+        return JSONResponse(
+            samples_of(registry().collect()), headers={**HEADERS, "Cache-Control": "no-store"}
+        )
 
     router.add_api_route(FIGURES, figures, methods=["GET", "HEAD"], response_model=None)
     add("/dashboard/", _without_slash)
     return router
 
 
-def install(app: FastAPI, registry: Callable[[], CollectorRegistry] | None = None) -> None:
+def install(app: FastAPI, registry: Callable[[], CollectorRegistry] = _vllm_registry) -> None:
     """Add the page to an application; ``registry`` as for :func:`make_router`."""
     app.include_router(make_router(registry))
 
@@ -109,12 +117,6 @@ def samples_of(metrics: Iterable[Metric]) -> dict[str, list[dict[str, Any]]]:
                 value = sample.value if isfinite(sample.value) else None
                 found.setdefault(sample.name, []).append({"labels": sample.labels, "value": value})
     return found
-
-
-def _vllm_registry() -> CollectorRegistry:
-    from vllm.v1.metrics.prometheus import get_prometheus_registry
-
-    return get_prometheus_registry()
 
 
 def _serve(content: bytes, media_type: str) -> Endpoint:

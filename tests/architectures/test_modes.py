@@ -1,7 +1,7 @@
 """Claim: models of many kinds answer in `stage` and `cow` as in `off` and under plain vLLM, or say why not.
 
-Coverage: tiny models with random weights: a dozen kinds of attention in every run, the rest of what runs on a
-CPU where NWOR_TESTS_SLOW is set. Drafts by n-grams. Prompts of 3 to 200 tokens, together and alone, in
+Coverage: tiny models with random weights: a dozen kinds of attention in long runs, the rest of what runs on a
+CPU where NWOR_TESTS_SLOW is set, too. Drafts by n-grams. Prompts of 3 to 200 tokens, together and alone, in
 chunks, with prefix hits; greedy and seeded. Then drafters of every kind, with windows of up to 16 tokens, on
 the model runner that vLLM has them on; fewer prompts on V2, which is interpreted. Windows are staged, or
 written directly with the reason that is expected.

@@ -108,6 +108,22 @@ def test_a_plan_changes_nothing(heads: tuple[int, int, int], contexts: list[int]
     assert batch.attend(plan=plan).isnan().all()
 
 
+def _captured(
+    batch: Batch, workspace: torch.Tensor, planned: bool
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor | None]:
+    """Return a graph that attends, and the plan that it writes before; it has to live as long."""
+    from nwor import ops
+
+    batch.attend(workspace)
+    plan = ops.make_verify_plan("cuda") if planned else None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        if plan is not None:
+            batch.write_plan(plan)
+        batch.attend(workspace, plan)
+    return graph, plan
+
+
 @pytest.mark.parametrize("planned", [False, True], ids=["alone", "planned"])
 @each_format
 @each_head_configuration
@@ -120,13 +136,7 @@ def test_a_graph_captured_at_full_length_serves_any_batch(
     batch = Batch(heads, 5, [4000, 3000, 4000, 4000], quantized)
     size = ops.verify_attention_workspace_size("cuda", *heads, 5)
     workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    batch.attend(workspace)
-    plan = ops.make_verify_plan("cuda") if planned else None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        if plan is not None:
-            batch.write_plan(plan)
-        batch.attend(workspace, plan)
+    graph, _plan = _captured(batch, workspace, planned)
     for contexts in ([4000, 3000, 4000, 4000], [7, 0, 900, 33], [0, 0, 0, 3999]):
         batch.contexts = contexts
         batch.lengths.copy_(torch.tensor([c + 5 for c in contexts], dtype=torch.int32))
@@ -163,14 +173,8 @@ def test_a_graph_for_many_requests_serves_few(
     want = batch.exact()
     size = ops.verify_attention_workspace_size("cuda", *heads, window)
     workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    plan = ops.make_verify_plan("cuda") if planned else None
     starts = batch.starts.clone()
-    batch.attend(workspace, plan)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        if plan is not None:
-            batch.write_plan(plan)
-        batch.attend(workspace, plan)
+    graph, _plan = _captured(batch, workspace, planned)
     for there in (0, 1, 5, 31, 100, 127, 128, 129, 257, requests):
         batch.starts.copy_(starts.clamp(max=there * window))
         batch.output.fill_(7.0)

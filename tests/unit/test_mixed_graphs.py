@@ -350,8 +350,12 @@ def test_steps_with_trees_take_their_own_graphs(with_trees: Engine) -> None:
     assert mixed.prepare(grown) is trees.graphs
     # The smaller graph is for two trees at most.
     assert grown.num_tokens == 32
+    assert mixed.longest == 17
+    mixed.chosen = None  # as where a step runs without graphs
+    assert mixed.longest is None
     mixed.verifies_trees = False
     assert mixed.choose(3, ROWS, 0) is chains
+    assert mixed.longest == 3
     assert trees.chosen is None
     assert mixed.prepare(chains) is mixed.graphs
     assert mixed.serves(32)

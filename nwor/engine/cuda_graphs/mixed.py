@@ -136,9 +136,11 @@ class MixedGraphs:
     @property
     def longest(self) -> int | None:
         """Rows of the longest window that the chosen graph is for; None where it is any of the engine's."""
+        if self.chosen is None:
+            return None
         trees = self.of_trees
-        of = trees if trees is not None and trees.chosen is not None else self
-        return None if of.chosen is None or of.kind is None else of.kind.longest
+        kind = trees.kind if trees is not None and self.chosen is trees.chosen else self.kind
+        return None if kind is None else kind.longest
 
     def copies(self, desc: BatchExecutionDescriptor) -> bool:
         """Return whether a graph copies its windows aside."""

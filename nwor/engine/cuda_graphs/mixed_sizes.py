@@ -11,9 +11,9 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 #: products take time in proportion to their rows, so padding costs; vLLM's own graphs pad to 8 rows, and to
 #: 16 above 256.
 STEPS = ((256, 8), (512, 16), (1024, 32), (1 << 30, 64))
-#: Steps of at most as many rows may have a request for each: a window has two rows or more, but where its
-#: request does not speculate.
-FEW_ROWS = 16
+#: A graph takes a request for every two rows, since only requests that do not speculate have one; of so many
+#: rows or fewer it takes as many as rows.
+LEAST_REQUESTS = 16
 #: As STEPS, of steps with trees. Those are for few requests, and up to about 150 rows padding costs nothing.
 TREE_STEPS = ((256, 16), (1024, 64), (1 << 30, 128))
 #: Rows of graphs that take more requests than are likely. Without them a step of many requests that do not
@@ -64,7 +64,7 @@ def descriptors(
     def requests(size: int) -> set[int]:
         if size == largest:
             return {min(size, most_requests)}
-        chains = max(size // 2, min(size, FEW_ROWS))
+        chains = max(size // 2, min(size, LEAST_REQUESTS))
         if tree_rows is None:
             counts = {chains, size} if size in WIDE_SIZES else {chains}
         else:

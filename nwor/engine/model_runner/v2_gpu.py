@@ -50,7 +50,8 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         tree_descs = self._nwor_mixed_descs(trees=True) if descs and state.config.tree is not None else []
         if is_profiling:
             if descs:
-                every = sorted({*descs, *tree_descs}, key=lambda desc: -desc.num_tokens)
+                # All ranks in the same order.
+                every = sorted(dict.fromkeys([*descs, *tree_descs]), key=lambda desc: -desc.num_tokens)
                 ProfiledCudaGraphManager.adopt(self.cudagraph_manager, every)
                 self._nwor_profiles_mixed = True
         else:

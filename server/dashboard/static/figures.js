@@ -28,8 +28,8 @@ export const PATHS = {
 /**
  * Read off what is true now.
  *
- * @param {Map<string, {labels: Record<string, string>, value: number | null}[]>} by name
- *   (null: not finite)
+ * @param {Map<string, {labels: Record<string, string>, value: number | null}[]>} samples
+ *   by name; a value that is not finite is null
  * @returns what the server has, gauges, and each counter's series under its figure
  */
 export function read(samples) {
