@@ -109,7 +109,7 @@ class DraftBounds:
         inside = {drafts for drafts in CANDIDATES if self.least <= drafts <= self.most} | {self.least}
         if self.tree is not None:
             inside = {drafts for drafts in inside | {self.tree.depth} if drafts <= self.tree.depth}
-            inside = {drafts for drafts in inside | {*self.tree.sizes} if self.least <= drafts < self.most}
+            inside = {drafts for drafts in inside | {*self.tree.choices} if self.least <= drafts < self.most}
         return tuple(sorted(inside | {self.most}))
 
     @property
@@ -280,11 +280,17 @@ def _parse_rates(value: object, tree: TreeShape | None) -> tuple[tuple[float, ..
             isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 <= rate <= 1 for rate in rates
         ):
             raise ConfigError(f"{wanted}, not {rates!r}")
-        if tree is None or len(rates) != tree.depth or list(rates) != sorted(rates, reverse=True):
-            raise ConfigError(f"{wanted}, one for each level of the tree, not {rates!r}")
         found.append(tuple(map(float, rates)))
-    if tree is not None and len(found) not in (1, len(tree.sizes)):
-        raise ConfigError(f"{wanted}, or one such list for each of {tree.sizes} nodes, not {value!r}")
+    if tree is None:
+        raise ConfigError(f"{wanted}, one for each level of the tree, and there is none")
+    if len(found) not in (1, len(tree.sizes), len(tree.choices)):
+        raise ConfigError(
+            f"{wanted}, or one such list for each of {tree.sizes} or {tree.choices} nodes, not {value!r}"
+        )
+    each = tree.choices if len(found) == len(tree.choices) else [tree.nodes] * len(found)
+    for drafts, one in zip(each, found, strict=True):
+        if len(one) != tree.depth_of(drafts) or list(one) != sorted(one, reverse=True):
+            raise ConfigError(f"{wanted}, one for each level of the tree, not {list(one)!r}")
     return tuple(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import cached_property
 from math import isqrt
 from typing import Any
 
@@ -13,7 +14,10 @@ from nwor.errors import ConfigError
 #: Most nodes: a window of 64 rows, row 0 among them, is the longest that the verify kernels take.
 MOST_NODES = 63
 #: Numbers of nodes that windows may have where trees are larger: the likeliest so many of a tree are a tree.
-SMALLER = (16, 32)
+#: With row 0 these are 16 and 32 rows, so windows of 4 or 8 requests fill the tiles of matrix products.
+SMALLER = (15, 31)
+#: A smaller tree has at most this share of the nodes.
+MOST_SMALLER = 0.75
 #: Most rows of a step's trees together where the engine chooses: more are dear on any GPU.
 MOST_ROWS = 1024
 #: Depth where nobody gives one.
@@ -57,24 +61,56 @@ class TreeShape:
     @property
     def candidates(self) -> int:
         """Nodes that compete for a place."""
-        if self.kind is TreeKind.COMB:
-            return self.depth * self.width
-        return self.width + (self.depth - 1) * self.width**2
+        return self.candidates_of(self.depth)
 
-    @property
+    def candidates_of(self, depth: int) -> int:
+        """Return how many nodes so many passes find."""
+        if self.kind is TreeKind.COMB:
+            return depth * self.width
+        return self.width + (depth - 1) * self.width**2
+
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Draft tokens of a window that is a tree, ascending: with many requests fewer than with one."""
-        return (*(nodes for nodes in SMALLER if self.depth < nodes < self.nodes), self.nodes)
+        least, most = self.depth + len(self._depths), MOST_SMALLER * self.nodes
+        return (*(nodes for nodes in SMALLER if least <= nodes <= most), self.nodes)
+
+    @cached_property
+    def _depths(self) -> tuple[int, ...]:
+        """How deep trees of one size may be where the engine chooses, the deepest first."""
+        step = self.depth // 4
+        if self.kind is TreeKind.COMB or not step or self.nodes < self.depth + 3:
+            return (self.depth,)
+        depths = [self.depth - less * step for less in range(3)]
+        return tuple(depth for depth in depths if self.candidates_of(depth) >= self.nodes)
+
+    @cached_property
+    def choices(self) -> tuple[int, ...]:
+        """Draft tokens by which the engine chooses a tree, ascending.
+
+        vLLM carries one number from the scheduler to the drafter. So a size stands for a tree of full depth,
+        and each number just below it for a shallower one. With a depth of 8, trees of 15, 14 and 13 nodes are
+        8, 6 and 4 deep.
+        """
+        return tuple(size - less for size in self.sizes for less in reversed(range(len(self._depths))))
+
+    def size_of(self, drafts: int) -> int:
+        """Return the size that so many draft tokens of a tree belong to."""
+        return next((size for size in self.sizes if drafts <= size), self.nodes)
+
+    def depth_of(self, drafts: int) -> int:
+        """Return how deep trees of so many draft tokens are: passes of the drafter, and most accepted."""
+        less = self.size_of(drafts) - drafts
+        return self._depths[less] if less < len(self._depths) else self.depth
 
     @property
     def longest_chain(self) -> int:
         """Most draft tokens of a window that is a chain."""
         return min(self.depth, self.nodes - 1)
 
-    @staticmethod
-    def most_requests(drafts: int) -> int:
+    def most_requests(self, drafts: int) -> int:
         """Return for how many requests the engine may choose trees of so many draft tokens."""
-        return max(1, MOST_ROWS // (drafts + 1))
+        return max(1, MOST_ROWS // (self.size_of(drafts) + 1))
 
     def is_tree(self, drafts: int) -> bool:
         """Return whether a window of so many draft tokens is a tree; if not, it is a chain."""

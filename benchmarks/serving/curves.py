@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.serving.models import CURVES
+from nwor.tree_shape import TreeShape
 
 
 def by_depth(result: Path, most: int | None = None) -> list[float]:
@@ -43,7 +44,10 @@ def main(argv: list[str]) -> int:
         if kind == "chain":
             curve["chain"] = by_depth(Path(file))
             continue
-        trees[kind] = by_depth(Path(file), int(kind.partition("/")[0].split("x")[1]))
+        shape, _, drafts = kind.partition("/")
+        nodes, depth = map(int, shape.split("x"))
+        tree = TreeShape.of(nodes, depth)
+        trees[kind] = by_depth(Path(file), tree.depth_of(int(drafts or nodes)))
     curves = json.loads(CURVES.read_text("utf-8")) | {args.name: curve | {"trees": trees}}
     CURVES.write_text(json.dumps(curves, indent=1) + "\n")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def _curves() -> dict[str, Any]:
 def tree_rates(acceptance: str, arm: Arm) -> list[float] | list[list[float]] | None:
     """Return NWOR's ``tree_acceptance_rates`` of an arm; None for chains and for the model's own.
 
-    Where windows may have fewer nodes, they are known by the tree and their own: ``60x8/16``.
+    Where windows may have fewer nodes, they are known by the tree and their own: ``60x8/15``. Where nobody
+    measured shallower trees that an engine may choose, they are taken for the first levels of deeper ones.
 
     Raises:
         ValueError: if nobody knows how a tree of this shape is accepted.
@@ -37,9 +39,15 @@ def tree_rates(acceptance: str, arm: Arm) -> list[float] | list[list[float]] | N
     """
     if arm.tree is None or acceptance == "own":
         return None
-    shape, sizes = arm.name.partition("@")[2], arm.tree.sizes
+    shape = arm.name.partition("@")[2]
     known: dict[str, list[float]] = _curves().get(acceptance, {}).get("trees", {})
-    names = [*(f"{shape}/{nodes}" for nodes in sizes[:-1]), shape]
+
+    def names_of(numbers: Sequence[int]) -> list[str]:
+        return [*(f"{shape}/{nodes}" for nodes in numbers[:-1]), shape]
+
+    names = names_of(arm.tree.choices)
+    if not arm.chosen or not set(names) <= set(known):
+        names = names_of(arm.tree.sizes)
     if missing := [name for name in names if name not in known]:
         raise ValueError(f"--acceptance {acceptance} says nothing of {missing[0]}: measure it (README.md)")
     found = [known[name] for name in names]

@@ -2,13 +2,15 @@
 
 Coverage: the demo model on the CPU in float32, model runner V2, kernels interpreted; a number of draft tokens
 drawn anew for each step, chains up to a tree's depth and whole trees among them; the cache after each step;
-switches of the mode; bounds of a request; then the engine's own choice by what it has measured.
+switches of the mode; bounds of a request; trees of each depth; then the engine's own choice by what it has
+measured.
 Control: trees branch, chains are verified, and steps without drafts run.
 Tolerance: none for tokens and for the bytes that a step writes.
 """
 
 from __future__ import annotations
 
+import collections
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +23,7 @@ from tests import pipeline_runs
 from tests.engine import contexts, engines, tree_stand_ins
 from tests.engine.runner import V2
 from tests.engine.test_trees_cpu import make_engine, plain  # noqa: F401
-from tests.engine.tree_runs import SETTINGS, drive
+from tests.engine.tree_runs import SETTINGS, check_steps, drive
 
 pytestmark = [
     pytest.mark.engine,
@@ -29,7 +31,8 @@ pytestmark = [
 ]
 
 TREE = {"nodes": 8, "depth": 4, "width": 3, "kind": "grown"}
-BOUNDS = DraftBounds().with_tree(TreeShape.from_mapping(TREE))
+SHAPE = TreeShape.from_mapping(TREE)
+BOUNDS = DraftBounds().with_tree(SHAPE)
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +48,17 @@ def engine(make_engine: Callable[..., Any], plain: Any) -> Iterator[Any]:  # noq
 
 
 class Drawn:
-    """Stands in for the choice: one of the candidates for each step."""
+    """Stands in for the choice: one of the candidates for each step, all of them before any comes again."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
+        self._left: list[int] = []
         self.made: list[int] = []
 
     def __getitem__(self, requests: int) -> int:
-        self.made.append(self._random.choice(BOUNDS.candidates))
+        if not self._left:
+            self._left = self._random.sample(BOUNDS.candidates, len(BOUNDS.candidates))
+        self.made.append(self._left.pop())
         return self.made[-1]
 
 
@@ -95,6 +101,25 @@ def test_tokens_do_not_depend_on_what_windows_are(
         assert seen["branched"] > 0
         assert report["counts"]["direct_windows"] == before["counts"]["direct_windows"]
     assert not scheduler._nwor_logged
+
+
+@pytest.mark.parametrize("drafts", SHAPE.choices)
+def test_trees_of_each_depth_are_those_of_an_independent_decoder(
+    engine: Any,
+    plain: Any,  # noqa: F811
+    drafts: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A number of draft tokens stands for a depth; what deeper trees found before is not among its nodes."""
+    llm = engine
+    assert llm.collective_rpc("nwor_set_mode", args=("stage",))
+    pipeline_runs.drain(llm)
+    assert llm.reset_prefix_cache()
+    numbers = collections.defaultdict(lambda: drafts)
+    monkeypatch.setattr(pipeline_runs.core_of(llm).scheduler, "dynamic_sd_lookup", numbers)
+    depth = SHAPE.depth_of(drafts)
+    accepted = check_steps(llm, plain.requests["greedy"][0][0], depth, TREE, monkeypatch)
+    assert accepted[drafts] > 2
 
 
 def test_the_engine_measures_trees_and_chooses(engine: Any, plain: Any) -> None:  # noqa: F811

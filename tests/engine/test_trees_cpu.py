@@ -19,18 +19,18 @@ from typing import Any
 import pytest
 import torch
 
-from server import cpu_sampling, demo
+from server import cpu_sampling
 from tests import pipeline_runs
 from tests.engine import contexts, engines, poison, tree_stand_ins
 from tests.engine.breaking import MESSAGE
 from tests.engine.runner import V2
-from tests.engine.tree_decoder import TreeDecoder
 from tests.engine.tree_runs import (
     CHANCES,
     MADE,
     SETTINGS,
     Plain,
     Requests,
+    check_steps,
     drive,
     generate,
     params_of,
@@ -481,35 +481,6 @@ def test_each_step_is_that_of_an_independent_decoder(
 ) -> None:
     """Which nodes a tree has, and how far each step comes."""
     tree = _tree_of(engine)
-    decoder = TreeDecoder(demo.model_path(), demo.draft_path())
-    tables, steps = contexts.runner_of(engine)._nwor_trees.tables, []
-    walk = tables.walk
-
-    def watched(targets: Any, tokens: Any, starts: Any, slots: Any, *others: Any) -> Any:
-        sampled, counts = walk(targets, tokens, starts, slots, *others)
-        paths: list[tuple[int, ...]] = [()]
-        for row in range(1, int(starts[1])):
-            paths.append((*paths[int(tables._parents[slots[0], row])], int(tokens[row])))
-        steps.append((paths[1:], sampled[0, : int(counts[0])].tolist()))
-        return sampled, counts
-
-    monkeypatch.setattr(tables, "walk", watched)
-    prompt, _ = plain.requests["greedy"][0]
     _begin(engine)
-    (output,) = generate(engine, [(prompt, {"max_tokens": 24})])
-    text = [*output.prompt_token_ids, output.outputs[0].token_ids[0]]
-    lengths = Counter[int]()
-    assert steps
-    for paths, sampled in steps:
-        assert len(set(paths)) == len(paths)
-        scores = decoder.candidates(text, tree["depth"], tree["width"], tree["kind"] == "grown")
-        best = sorted(scores, key=scores.__getitem__, reverse=True)[: len(paths)]
-        # Rounding may decide between the last that stay and the first that do not.
-        last = scores[best[-1]] if best else 0.0
-        for path in set(best) ^ set(paths):
-            assert abs(scores[path] - last) < 1e-4
-        assert decoder.walk(text, set(paths)) == sampled
-        text += sampled
-        lengths[len(paths)] += 1
-    assert text[len(output.prompt_token_ids) :][:24] == list(output.outputs[0].token_ids)
+    lengths = check_steps(engine, plain.requests["greedy"][0][0], tree["depth"], tree, monkeypatch)
     assert lengths[tree["nodes"]] > 2

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from math import exp, log
 from typing import Any
+
+import pytest
 
 from server import demo
 from tests.conftest import SLOW
 from tests.engine import contexts, engines
+from tests.engine.tree_decoder import TreeDecoder
 
 #: Little of everything, so that requests meet each limit.
 SETTINGS: dict[str, Any] = engines.PROBED | {
@@ -155,3 +159,51 @@ def drive(llm: Any, requests: Requests, before_step: Callable[[int], None]) -> d
             if output.finished:
                 done[output.request_id] = tuple(output.outputs[0].token_ids)
     raise AssertionError
+
+
+def check_steps(
+    llm: Any, prompt: Any, depth: int, tree: Mapping[str, Any], patch: pytest.MonkeyPatch
+) -> Counter[int]:
+    """Generate 24 tokens, and compare each step's tree and walk with those of an independent decoder.
+
+    Args:
+        llm: the engine, with nothing under way.
+        prompt: of the one request.
+        depth: of its trees.
+        tree: plain values of their shape.
+        patch: undone by the caller.
+
+    Returns:
+        Steps by the draft tokens of their window.
+
+    """
+    decoder = TreeDecoder(demo.model_path(), demo.draft_path())
+    tables, steps = contexts.runner_of(llm)._nwor_trees.tables, []
+    walk = tables.walk
+
+    def watched(targets: Any, tokens: Any, starts: Any, slots: Any, *others: Any) -> Any:
+        sampled, counts = walk(targets, tokens, starts, slots, *others)
+        paths: list[tuple[int, ...]] = [()]
+        for row in range(1, int(starts[1])):
+            paths.append((*paths[int(tables._parents[slots[0], row])], int(tokens[row])))
+        steps.append((paths[1:], sampled[0, : int(counts[0])].tolist()))
+        return sampled, counts
+
+    patch.setattr(tables, "walk", watched)
+    (output,) = generate(llm, [(prompt, {"max_tokens": 24})])
+    text = [*output.prompt_token_ids, output.outputs[0].token_ids[0]]
+    lengths = Counter[int]()
+    assert steps
+    for paths, sampled in steps:
+        assert len(set(paths)) == len(paths)
+        scores = decoder.candidates(text, depth, tree["width"], tree["kind"] == "grown")
+        best = sorted(scores, key=scores.__getitem__, reverse=True)[: len(paths)]
+        # Rounding may decide between the last that stay and the first that do not.
+        last = scores[best[-1]] if best else 0.0
+        for path in set(best) ^ set(paths):
+            assert abs(scores[path] - last) < 1e-4
+        assert decoder.walk(text, set(paths)) == sampled
+        text += sampled
+        lengths[len(paths)] += 1
+    assert text[len(output.prompt_token_ids) :][:24] == list(output.outputs[0].token_ids)
+    return lengths

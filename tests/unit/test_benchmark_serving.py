@@ -400,6 +400,12 @@ def test_measured_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     line = servers.command(arm.server, Path("m"), None, [], ["stage"], arm, models.tree_rates("x", arm))
     settings = NworConfig.from_mapping(json.loads(line[line.index("--additional-config") + 1])["nwor"])
     assert settings.tree_acceptance_rates == ((0.9, 0.8, 0.7, 0.6, 0.5),)
+    # Shallower trees that were measured are taken where the server may choose them.
+    more = [f"16x5/{drafts}={tmp_path / 'tree'}" for drafts in (14, 15)]
+    curves.main(["x", "--source", "here", f"chain={tmp_path / 'chain'}", *more, f"16x5={tmp_path / 'tree'}"])
+    each = models.tree_rates("x", arm)
+    assert each == [[0.9, 0.8, 0.7], [0.9, 0.8, 0.7, 0.6], [0.9, 0.8, 0.7, 0.6, 0.5]]
+    assert models.tree_rates("x", plan.parse_arm("tree@16x5", 4)) == [0.9, 0.8, 0.7, 0.6, 0.5]
 
 
 def test_the_command_line_is_checked(tmp_path: Path) -> None:

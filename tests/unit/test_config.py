@@ -47,6 +47,17 @@ def test_rates_of_each_size_of_trees() -> None:
     assert NworConfig.from_mapping(config.to_mapping()) == config
 
 
+def test_rates_of_each_depth_of_trees() -> None:
+    tree = {"nodes": 16, "depth": 6}
+    rates = [[0.9] * depth for depth in (4, 5, 6)]
+    config = NworConfig.from_mapping({"tree": tree, "tree_acceptance_rates": rates})
+    assert [len(one) for one in config.tree_acceptance_rates] == [4, 5, 6]
+    assert NworConfig.from_mapping(config.to_mapping()) == config
+    for wrong in (rates[::-1], rates[:2]):
+        with pytest.raises(ConfigError, match=r"each level|\(14, 15, 16\) nodes"):
+            NworConfig.from_mapping({"tree": tree, "tree_acceptance_rates": wrong})
+
+
 @pytest.mark.parametrize(
     ("settings", "word"),
     [

@@ -17,7 +17,10 @@ pytest.importorskip("vllm")
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
+    SpeculatorBatchDescriptor,
+    SpeculatorCudaGraphManager,
+)
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from nwor.config import DraftBounds
@@ -248,6 +251,11 @@ def test_graphs_of_trees_are_for_few_requests(monkeypatch: pytest.MonkeyPatch) -
         for desc in captured.pop()[CUDAGraphMode.FULL]:
             made.setdefault(desc.num_speculative_tokens, []).append(desc.num_reqs)
         chains = {drafts: list(sizes) for drafts in (2, 3, 4, 6, 8)}
-        # 16 requests have 61 rows each, 31 have 33, 60 have 17: the next larger graph holds them.
-        trees = {16: [1, 8, 16, 24, 32, 64], 32: [1, 8, 16, 24, 32], 60: [1, 8, 16]}
+        # Trees of 13, 29 and 58 nodes have the same passes, and the most requests have 13.
+        trees = {drafts: [1, 8, 16, 24, 32, 64] for drafts in (13, 14, 15)}
         assert made == chains | (trees if tree is not None else {})
+        for drafts, graph in ((4, 4), (8, 8), *(((29, 13), (59, 14), (60, 15)) if tree is not None else ())):
+            desc = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=8, num_reqs=8)
+            manager.graphs = {SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=graph): None}
+            found = manager.specialize_spec_tokens(desc, drafts)
+            assert (found.cg_mode, found.num_speculative_tokens) == (CUDAGraphMode.FULL, graph)

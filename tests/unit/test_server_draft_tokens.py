@@ -159,7 +159,7 @@ def test_trees_are_among_what_the_engine_chooses_by_default(
     assert config is not None
     assert (config.tree, config.tree_required) == (TreeShape.of(60, 8), False)
     assert config.draft_tokens is not None
-    assert config.draft_tokens.candidates == (0, 1, 2, 3, 4, 6, 8, 16, 32, 60)
+    assert config.draft_tokens.candidates == (0, 1, 2, 3, 4, 6, 8, 13, 14, 15, 29, 30, 31, 58, 59, 60)
     assert args.speculative_config["num_speculative_tokens"] == 60
     assert args.speculative_config["num_speculative_tokens_per_batch_size"] == [[1, 1, 0], [2, 2, 4]]
     assert "; up to 8 tokens, or a tree of up to 60 a step" in capsys.readouterr().err
@@ -245,7 +245,7 @@ def test_the_engine_chooses_among_none_chains_and_trees() -> None:
         assert args.speculative_config["num_speculative_tokens_per_batch_size"] == [[1, 1, 0], [2, 2, 4]]
         bounds = chosen(args)
         assert bounds is not None
-        assert bounds.candidates == (0, 1, 2, 3, 4, 5, 16)
+        assert bounds.candidates == (0, 1, 2, 3, 4, 5, 14, 15, 16)
 
 
 def test_a_choice_in_additional_config_is_taken() -> None:

@@ -28,10 +28,10 @@ CHAINS, TREES, SIZES = DraftBounds(0, 8), DraftBounds().with_tree(SHAPE), DraftB
 #: As the demo model's drafts and its trees are accepted, by position and by depth.
 CHAIN = (0.7554, 0.6266, 0.542, 0.4773, 0.4245, 0.3712, 0.3331, 0.2894)
 TREE = (0.9203, 0.8437, 0.746, 0.6613, 0.5909, 0.5031)
-#: By the nodes of trees that are 8 deep; those of 32 lie between what was measured.
-BY_NODES = {
-    16: (0.9098, 0.8238, 0.722, 0.6366, 0.5609, 0.4797, 0.4061, 0.3372),
-    32: (0.928, 0.858, 0.766, 0.682, 0.620, 0.549, 0.484, 0.415),
+#: By the size of trees that are 8 deep, about; those of 31 lie between what was measured.
+BY_SIZE = {
+    15: (0.9098, 0.8238, 0.722, 0.6366, 0.5609, 0.4797, 0.4061, 0.3372),
+    31: (0.928, 0.858, 0.766, 0.682, 0.620, 0.549, 0.484, 0.415),
     60: (0.9455, 0.8926, 0.8093, 0.7268, 0.6794, 0.6179, 0.5611, 0.4934),
 }
 REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -52,7 +52,7 @@ class Device:
 
     def draft(self, drafts: int) -> float:
         tree = self.bounds.tree
-        passes = tree.depth * 1.1 if tree is not None and tree.is_tree(drafts) else drafts
+        passes = tree.depth_of(drafts) * 1.1 if tree is not None and tree.is_tree(drafts) else drafts
         return 0.0006 * passes
 
     def step(self, requests: int, drafts: int) -> float:
@@ -75,7 +75,8 @@ class Device:
         tree = self.bounds.tree
         if tree is None or not tree.is_tree(drafts):
             return CHAIN[:drafts]
-        return TREE if tree is SHAPE else BY_NODES[drafts]
+        levels = TREE if tree is SHAPE else BY_SIZE[tree.size_of(drafts)]
+        return levels[: tree.depth_of(drafts)]
 
     def accepted(self, requests: int, drafts: int) -> Any:
         curve = self.curve(drafts)

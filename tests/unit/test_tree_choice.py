@@ -1,7 +1,8 @@
 """Claim: among none, chains and trees the engine chooses what gives most tokens, and follows load and text.
 
 Coverage: candidates and bounds beside a tree; the choice against every candidate held to, by simulation;
-texts that change; windows that are parts of trees; bounds that leave trees out while the engine runs.
+texts that change; the depth of trees; windows that are parts of trees; bounds that leave trees out while the
+engine runs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ SHAPE = TreeShape.of(16, 6)
 BOUNDS = DraftBounds().with_tree(SHAPE)
 #: Chance of a chain's draft, and of a tree's level, that it is accepted after those before.
 CHAIN, TREE = 0.75, 0.88
+#: Draft tokens that stand for trees of 16 nodes, the deepest last.
+TREES = (14, 15, 16)
 
 
 def _costs(floor: float = 0.005, row: float = 27e-6, draft: float = 0.0003) -> StepCosts:
@@ -33,14 +36,14 @@ def _costs(floor: float = 0.005, row: float = 27e-6, draft: float = 0.0003) -> S
     numbers, requests = BOUNDS.candidates, (1, 4, 16, 64, 128, 256)
 
     def seconds(count: int, drafts: int) -> float:
-        passes = SHAPE.depth * 1.5 if drafts == SHAPE.nodes else max(drafts, 1)
+        passes = SHAPE.depth_of(drafts) * 1.5 if SHAPE.is_tree(drafts) else max(drafts, 1)
         return max(floor, row * count * (drafts + 1)) + draft * passes
 
     return StepCosts(requests, numbers, tuple(tuple(seconds(b, k) for k in numbers) for b in requests))
 
 
 def _accepted(generator: np.random.Generator, drafts: int, windows: int, chain: float, tree: float) -> Any:
-    levels, chance = (SHAPE.depth, tree) if drafts == SHAPE.nodes else (drafts, chain)
+    levels, chance = (SHAPE.depth_of(drafts), tree) if SHAPE.is_tree(drafts) else (drafts, chain)
     going = generator.random((windows, levels)) < chance
     return going.cumprod(axis=1).sum(axis=1).astype(np.int32)
 
@@ -77,10 +80,12 @@ def _policy() -> DraftLengthPolicy:
 
 
 def test_candidates_are_chains_as_deep_as_the_tree_and_the_tree() -> None:
-    assert BOUNDS.candidates == (0, 1, 2, 3, 4, 6, 16)
+    assert BOUNDS.candidates == (0, 1, 2, 3, 4, 6, *TREES)
+    assert [SHAPE.depth_of(drafts) for drafts in TREES] == [4, 5, 6]
     assert str(BOUNDS) == "auto:0-16"
-    assert DraftBounds.parse("auto:2-16").with_tree(SHAPE).candidates == (2, 3, 4, 6, 16)
-    assert DraftBounds.parse("auto:9-16").with_tree(SHAPE).candidates == (16,)
+    assert DraftBounds.parse("auto:2-16").with_tree(SHAPE).candidates == (2, 3, 4, 6, *TREES)
+    assert DraftBounds.parse("auto:9-16").with_tree(SHAPE).candidates == TREES
+    assert DraftBounds.parse("auto:16-16").with_tree(SHAPE).candidates == (16,)
     assert DraftBounds().with_tree(TreeShape.of(12, 3)).candidates == (0, 1, 2, 3, 12)
     # A tree of one way is a chain.
     assert DraftBounds().with_tree(TreeShape.of(4, 4)).candidates == (0, 1, 2, 3, 4)
@@ -109,30 +114,44 @@ def test_no_candidate_held_to_gives_more(requests: int) -> None:
     rate, made = _run(policy, policy.choose, requests, steps, seed=1)
     assert rate > 0.97 * max(held.values())
     best = max(held, key=held.__getitem__)
-    assert (made.count(16) > len(made) // 2) == (best == 16)
+    trees = sum(drafts in TREES for drafts in made)
+    assert (trees > len(made) // 2) == (best in TREES)
     # The device is such that both happen.
-    assert (best == 16) == (requests <= 4)
+    assert (best in TREES) == (requests <= 4)
+
+
+@pytest.mark.parametrize(("tree", "deepest"), [(0.95, True), (0.55, False)])
+def test_trees_are_as_deep_as_texts_are_accepted(tree: float, deepest: bool) -> None:
+    """Where nothing is accepted behind the first levels their passes are spared."""
+    held = {k: _run(_policy(), lambda _, k=k: k, 2, 3000, (0.3, tree), 1)[0] for k in TREES}
+    assert (max(held, key=held.__getitem__) == 16) == deepest
+    policy = _policy()
+    _run(policy, policy.choose, 2, 3000, (0.3, tree))
+    rate, made = _run(policy, policy.choose, 2, 3000, (0.3, tree), 1)
+    assert rate > 0.97 * max(held.values())
+    late = [drafts for drafts in made[-2000:] if drafts in TREES]
+    assert (late.count(16) > late.count(14)) == deepest
 
 
 def test_trees_are_left_where_the_text_has_nothing_for_them_and_found_again() -> None:
     policy = _policy()
     _run(policy, policy.choose, 2, 2000)
-    assert policy.chosen == 16
+    assert policy.chosen in TREES
     # Runners-up are of no use here.
     _, made = _run(policy, policy.choose, 2, 6000, (CHAIN, CHAIN))
     assert policy.chosen in (3, 4, 6)
     # Trees are still tried, and so are longer chains where there are any.
     late = made[-4000:]
-    assert 0 < late.count(16) < len(late) // 20
+    assert 0 < sum(drafts in TREES for drafts in late) < len(late) // 20
     _run(policy, policy.choose, 2, 8000)
-    assert policy.chosen == 16
+    assert policy.chosen in TREES
 
 
 def test_chains_are_tried_beside_trees() -> None:
     """What chains would give stays known, though all windows are trees."""
     policy = _policy()
     _run(policy, policy.choose, 2, 2000)
-    assert policy.chosen == 16
+    assert policy.chosen in TREES
     _run(policy, policy.choose, 2, 12000, (0.97, 0.97))
     assert policy.chosen == 6
 
@@ -141,7 +160,7 @@ def test_trees_that_cannot_pay_are_not_tried() -> None:
     policy = _policy()
     _run(policy, policy.choose, 256, 1000)
     _, made = _run(policy, policy.choose, 256, 2 * policies.PROBE_EVERY)
-    assert 16 not in made
+    assert not {*made} & {*TREES}
 
 
 def _record(drafts: list[int], sampled: list[int], facts: WorkerFacts) -> StepRecord:
@@ -156,8 +175,10 @@ def test_parts_of_trees_are_no_chains(drafts: tuple[int, ...], trees: int, chain
     for _ in range(64):
         lengths.observe(_record(list(drafts), [2] * len(drafts), facts))
     policy = lengths.policy
-    seen = policy.tree_acceptance[16]
+    seen = policy._size_acceptance[16]
     assert (seen._tried[0] > 0) == (trees > 0)
+    number = SHAPE.choices[0] if drafts[0] < SHAPE.choices[0] else drafts[0]
+    assert not trees or policy.tree_acceptance[number]._tried[0] == seen._tried[0]
     assert policy.acceptance._tried[0] == pytest.approx(64 * chains, rel=0.1)
     assert seen._tried[0] == pytest.approx(64 * trees, rel=0.1)
 
@@ -178,11 +199,13 @@ def test_bounds_below_its_nodes_leave_trees_out() -> None:
     lengths.follow(WorkerFacts("stage", 1, 1, None, settle(BOUNDS, "auto")))
     for _ in range(400):
         number = lengths[1]
-        lengths.policy.observe(number, np.full(1, SHAPE.depth if number == 16 else min(number, 2), np.int32))
+        accepted = SHAPE.depth_of(number) if number in TREES else min(number, 2)
+        lengths.policy.observe(number, np.full(1, accepted, np.int32))
     assert lengths.policy.chosen == 16
     explained = lengths.explain()
-    assert explained["why"].startswith("trees of 16 draft tokens give")
-    assert {nodes: len(seen) for nodes, seen in explained["tree_acceptance"].items()} == {"16": SHAPE.depth}
+    assert explained["why"].startswith("trees of 16 draft tokens, 6 deep, give")
+    depths = {nodes: len(seen) for nodes, seen in explained["tree_acceptance"].items()}
+    assert depths == {"14": 4, "15": 5, "16": 6}
     with pytest.raises(ConfigError, match="not prepared at the start"):
         settle(BOUNDS, "8")
 
@@ -193,11 +216,12 @@ def test_what_is_tried_with_few_requests_is_not_tried_with_many() -> None:
     for _ in range(4000):
         number = policy.choose(2)
         policy.observe(number, _accepted(np.random.default_rng(0), number, 2, 0.97, 0.3))
-        if number == 16 and policy.chosen != 16:
+        if number in TREES and policy.chosen not in TREES:
             break
     else:
         pytest.fail("no tree was tried")
-    assert policy.choose(200) == policy.chosen != 16
+    assert policy.choose(200) == policy.chosen
+    assert policy.chosen not in TREES
 
 
 def test_trees_have_at_most_so_many_rows_whatever_was_measured() -> None:
@@ -207,9 +231,9 @@ def test_trees_have_at_most_so_many_rows_whatever_was_measured() -> None:
     policy.take_costs(StepCosts((1, 4), numbers, ((0.005,) * len(numbers),) * 2))
     for _ in range(2 * policies.PROBE_EVERY):
         number = policy.choose(61)
-        assert number != 16
+        assert number not in TREES
         policy.observe(number, np.full(61, number, np.int32))
-    assert any(policy.choose(60) == 16 for _ in range(2 * policies.PROBE_EVERY))
+    assert any(policy.choose(60) in TREES for _ in range(2 * policies.PROBE_EVERY))
 
 
 def test_steps_with_bounded_windows_say_nothing_of_costs() -> None:
@@ -257,9 +281,10 @@ class _Measured:
 @pytest.mark.parametrize(
     ("longest", "fitting"),
     [
-        (2048, (0, 1, 2, 3, 4, 6, 8, 16, 32, 60)),
-        (400, (0, 1, 2, 3, 4, 6, 8, 16, 32, 60)),
-        (100, (0, 1, 2, 3, 4, 6, 8)),
+        (2048, (0, 1, 2, 3, 4, 6, 8, 13, 14, 15, 29, 30, 31, 58, 59, 60)),
+        (400, (0, 1, 2, 3, 4, 6, 8, 13, 14, 15, 29, 30, 31, 58, 59, 60)),
+        (100, (0, 1, 2, 3, 4, 6, 8, 13)),
+        (90, (0, 1, 2, 3, 4, 6, 8)),
     ],
 )
 def test_short_contexts_are_measured_as_far_as_they_reach(
@@ -288,6 +313,8 @@ def test_short_contexts_are_measured_as_far_as_they_reach(
     # The largest batch of each size of trees is among those measured.
     wanted = {(tree.most_requests(nodes), nodes) for nodes in tree.sizes if nodes in fitting}
     assert wanted <= _Measured.steps
+    # Of larger trees the deepest are measured, and the rest follows.
+    assert not {drafts for _, drafts in _Measured.steps} & {29, 30, 58, 59}
     assert not [1 for count, drafts in _Measured.steps if drafts > 8 and count > tree.most_requests(drafts)]  # type: ignore[attr-defined]
 
 
@@ -305,7 +332,7 @@ def test_what_no_step_has_room_for_is_not_chosen() -> None:
     """A tree does not keep chains from being measured with more requests than it has room for."""
     costs = _costs()
     inf = float("inf")
-    rows = [tuple(inf if k == 16 and b > 16 else x for k, x in zip(costs.drafts, row, strict=True))
+    rows = [tuple(inf if k in TREES and b > 16 else x for k, x in zip(costs.drafts, row, strict=True))
             for b, row in zip(costs.requests, costs.seconds, strict=True)]  # fmt: skip
     costs = StepCosts(costs.requests, costs.drafts, tuple(rows))
     assert costs.step(16, 16) < inf
@@ -315,7 +342,7 @@ def test_what_no_step_has_room_for_is_not_chosen() -> None:
     policy = DraftLengthPolicy(BOUNDS)
     policy.take_costs(costs)
     _, made = _run(policy, policy.choose, 64, 600)
-    assert 16 not in made
+    assert not {*made} & {*TREES}
     assert "16" not in policy.explain()["milliseconds"]
 
 
@@ -333,8 +360,8 @@ def test_where_costs_are_not_known_few_requests_have_trees() -> None:
     assert [lengths[requests] for requests in (1, 12, 500)] == [4, 4, 4]
     lengths = DraftLengths(DraftBounds().with_tree(TreeShape.of(60, 8)))
     lengths.follow(WorkerFacts("stage", 1, 1))
-    by_requests = [60, 60, 32, 32, 16, 16, 4, 4, 2, 2]
-    assert [lengths[requests] for requests in (1, 3, 4, 5, 6, 11, 12, 48, 49, 500)] == by_requests
+    by_requests = [60, 60, 31, 31, 15, 15, 4, 4, 2, 2]
+    assert [lengths[requests] for requests in (1, 3, 4, 6, 7, 12, 13, 48, 49, 500)] == by_requests
 
 
 def test_bounds_that_somebody_named_are_not_widened() -> None:
@@ -344,29 +371,44 @@ def test_bounds_that_somebody_named_are_not_widened() -> None:
 
 def test_large_trees_are_counted_by_their_size() -> None:
     bounds = DraftBounds().with_tree(TreeShape.of(60, 8))
-    assert bounds.candidates == (0, 1, 2, 3, 4, 6, 8, 16, 32, 60)
+    assert bounds.candidates == (0, 1, 2, 3, 4, 6, 8, 13, 14, 15, 29, 30, 31, 58, 59, 60)
     lengths, facts = DraftLengths(bounds), WorkerFacts("stage", 1, 1)
-    for drafts in (8, 9, 16, 17, 32, 45, 60):
+    for drafts in (8, 9, 15, 16, 31, 45, 60):
         for _ in range(64):
             lengths.observe(_record([drafts], [4], facts))
-    tried = {nodes: seen._tried[0] for nodes, seen in lengths.policy.tree_acceptance.items()}
-    assert tried == {
-        16: pytest.approx(128, rel=0.1),
-        32: pytest.approx(128, rel=0.1),
-        60: pytest.approx(128, rel=0.1),
+    tried = {size: seen._tried[0] for size, seen in lengths.policy._size_acceptance.items()}
+    assert tried == {size: pytest.approx(128, rel=0.1) for size in (15, 31, 60)}
+    tried = {
+        nodes: seen._tried[0] for nodes, seen in lengths.policy.tree_acceptance.items() if seen._tried[0]
     }
+    assert tried == {nodes: pytest.approx(64, rel=0.1) for nodes in (13, 15, 29, 31, 58, 60)}
     assert lengths.policy.acceptance._tried[0] == pytest.approx(64, rel=0.1)
 
 
 def test_what_is_known_of_small_trees_is_assumed_of_large_ones() -> None:
     policy = DraftLengthPolicy(DraftBounds().with_tree(TreeShape.of(60, 8)))
     for _ in range(50):
-        policy.observe(16, np.full(20, 5, np.int32))
-    small, middle, large = (policy._tree_accepted()[nodes] for nodes in (16, 32, 60))
-    assert small == middle == large
+        policy.observe(15, np.full(20, 5, np.int32))
+    small, middle, large = (policy._tree_accepted()[nodes] for nodes in (15, 31, 60))
+    assert middle == large == pytest.approx(small, abs=0.01)
     assert small[4] > 0.99 > 0.01 > small[5]
     for _ in range(50):
-        policy.observe(32, np.full(20, 7, np.int32))
-    assert policy._tree_accepted()[32][6] > 0.9
-    assert policy._tree_accepted()[60] == policy._tree_accepted()[32]
-    assert policy._tree_accepted()[16] == pytest.approx(small, abs=0.01)
+        policy.observe(31, np.full(20, 7, np.int32))
+    assert policy._tree_accepted()[31][6] > 0.9
+    assert policy._tree_accepted()[60] == pytest.approx(policy._tree_accepted()[31], abs=0.02)
+    assert policy._tree_accepted()[15] == pytest.approx(small, abs=0.01)
+
+
+def test_what_is_known_of_a_tree_is_assumed_of_shallower_ones() -> None:
+    policy = DraftLengthPolicy(DraftBounds().with_tree(TreeShape.of(60, 8)))
+    for _ in range(50):
+        policy.observe(15, np.full(20, 5, np.int32))
+    accepted = policy._tree_accepted()
+    assert accepted[13] == pytest.approx(accepted[15][:4], abs=0.01)
+    assert accepted[14] == pytest.approx(accepted[15][:6], abs=0.01)
+    # What a shallower tree shows itself counts more.
+    for _ in range(50):
+        policy.observe(13, np.full(20, 2, np.int32))
+    accepted = policy._tree_accepted()
+    assert accepted[13][1] > 0.9 > 0.1 > accepted[13][2]
+    assert accepted[15][4] > 0.9

@@ -81,35 +81,29 @@ def test_the_likeliest_nodes_are_kept(shape: tuple[int, int, int], all_linear: b
 
 
 GROWN = [(16, 6, 4), (8, 4, 3), (2, 1, 2), (5, 5, 1), (32, 6, 8), (63, 8, 8), (4, 1, 6), (12, 2, 4)]
+#: Draft tokens that stand for a shallower tree than the shape's, and how deep that is.
+SHALLOW = [((16, 6, 4), 14, 4), ((8, 4, 3), 7, 3), ((63, 8, 8), 61, 4), ((63, 8, 8), 14, 6)]
 
 
-@pytest.mark.parametrize("shape", GROWN, ids=str)
-@pytest.mark.parametrize("all_linear", [False, True])
-def test_trees_grow_from_the_likeliest_nodes(shape: tuple[int, int, int], all_linear: bool) -> None:
-    from nwor.engine.trees.tables import TreeTables
-    from nwor.reference import trees
-    from nwor.tree_shape import TreeShape
+def _continuations(seed: int, width: int, way: tuple[int, ...]) -> tuple[list[int], list[float]]:
+    """Return what the drafter makes of a way, with ties; of an odd seed one is impossible."""
+    rng = random.Random(f"{seed} {way}")
+    logprobs = sorted((-rng.randrange(6) / 4 for _ in range(width)), reverse=True)
+    if seed % 2:
+        logprobs[-1] = -float("inf")
+    return [rng.randrange(50) for _ in range(width)], logprobs
 
-    nodes, depth, width = shape
-    tables = TreeTables(TreeShape(*shape), 6, 64, torch.device("cpu"))
-    found = tables.candidates
-    assert found is not None
-    requests, longest = 3, 105
 
-    def continuations(request: int, way: tuple[int, ...]) -> tuple[list[int], list[float]]:
-        rng = random.Random(f"{request} {way}")
-        logprobs = sorted((-rng.randrange(6) / 4 for _ in range(width)), reverse=True)
-        if request == 1:
-            logprobs[-1] = -float("inf")
-        return [rng.randrange(50) for _ in range(width)], logprobs
-
-    linear = {0, 1, 2} if all_linear else {2}
-    slots = torch.tensor([4, 0, 2])
-    tables.set_linear(2, True)
+def _grow(tables: Any, seeds: list[int], depth: int) -> None:
+    """Run the passes of trees so deep, and check the rows of each."""
+    found, width, requests = tables.candidates, tables.shape.width, len(seeds)
+    longest = 105
     ways: list[list[tuple[int, ...]]] = [[()] for _ in range(requests)]
     first_positions = torch.tensor([100, 7, 30])
     for level in range(depth):
-        rows = [continuations(request, way) for request in range(requests) for way in ways[request]]
+        rows = [
+            _continuations(seeds[request], width, way) for request in range(requests) for way in ways[request]
+        ]
         found.tokens[: len(rows)] = torch.tensor([tokens for tokens, _ in rows])
         found.logprobs[: len(rows)] = torch.tensor([logprobs for _, logprobs in rows])
         found.expand(requests, level, first_positions, longest)
@@ -133,22 +127,59 @@ def test_trees_grow_from_the_likeliest_nodes(shape: tuple[int, int, int], all_li
         masks = found.row_masks[:requests, level * width : (level + 1) * width]
         for mask in masks.flatten().tolist():
             assert (mask & ((1 << 64) - 1)).bit_count() == level + 1
-    drafts = torch.full((requests, nodes), -7, dtype=torch.int64)
-    tables.build(slots, drafts, NONE + all_linear)
+
+
+def _check_grown(tables: Any, seeds: list[int], depth: int, nodes: int | None, all_linear: bool) -> None:
+    """Build the windows of three requests, one of them a chain, and compare them with plain Python's."""
+    from nwor.reference import trees
+
+    kept, requests, width = nodes or tables.shape.nodes, len(seeds), tables.shape.width
+    linear = {0, 1, 2} if all_linear else {2}
+    slots = torch.tensor([4, 0, 2])
+    tables.set_linear(2, True)
+    drafts = torch.full((requests, tables.shape.nodes), -7, dtype=torch.int64)
+    tables.build(slots, drafts, NONE + all_linear, nodes)
     for request, slot in enumerate(slots.tolist()):
         tree = trees.grown(
-            lambda way, request=request: continuations(request, way),  # type: ignore[misc]
+            lambda way, request=request: _continuations(seeds[request], width, way),  # type: ignore[misc]
             depth,
             width,
-            nodes,
+            kept,
             linear=request in linear,
         )
-        assert drafts[request].tolist() == list(tree.tokens[1:])
-        assert tables._parents[slot].tolist()[1:] == list(tree.parents[1:])
-        assert tables._depths[slot].tolist()[1:] == list(tree.depths[1:])
+        rows = slice(1, kept + 1)
+        assert drafts[request].tolist() == [*tree.tokens[1:], *[-7] * (tables.shape.nodes - kept)]
+        assert tables._parents[slot].tolist()[rows] == list(tree.parents[1:])
+        assert tables._depths[slot].tolist()[rows] == list(tree.depths[1:])
         masks = [mask - (1 << 64) if mask >> 63 else mask for mask in tree.masks]
-        assert tables._masks[slot].tolist()[1:] == masks[1:]
+        assert tables._masks[slot].tolist()[rows] == masks[1:]
         assert bool(tables._chains[slot]) == (request in linear)
+
+
+@pytest.mark.parametrize("shape", GROWN, ids=str)
+@pytest.mark.parametrize("all_linear", [False, True])
+def test_trees_grow_from_the_likeliest_nodes(shape: tuple[int, int, int], all_linear: bool) -> None:
+    from nwor.engine.trees.tables import TreeTables
+    from nwor.tree_shape import TreeShape
+
+    tables = TreeTables(TreeShape(*shape), 6, 64, torch.device("cpu"))
+    _grow(tables, [0, 1, 2], shape[1])
+    _check_grown(tables, [0, 1, 2], shape[1], None, all_linear)
+
+
+@pytest.mark.parametrize(("shape", "drafts", "depth"), SHALLOW, ids=str)
+@pytest.mark.parametrize("all_linear", [False, True])
+def test_a_shallow_tree_has_nothing_of_what_a_deeper_one_found_before(
+    shape: tuple[int, int, int], drafts: int, depth: int, all_linear: bool
+) -> None:
+    from nwor.engine.trees.tables import TreeTables
+    from nwor.tree_shape import TreeShape
+
+    tables = TreeTables(TreeShape(*shape), 6, 64, torch.device("cpu"))
+    assert tables.shape.depth_of(drafts) == depth
+    _grow(tables, [0, 1, 2], shape[1])
+    _grow(tables, [4, 5, 6], depth)
+    _check_grown(tables, [4, 5, 6], depth, drafts, all_linear)
 
 
 def _batch(lengths: list[int], drafts: list[int], slots: list[int], base: list[int]) -> Any:

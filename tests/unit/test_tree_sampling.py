@@ -186,8 +186,17 @@ def test_rates_of_chance_go_by_the_draft_tokens_of_a_window() -> None:
     rates = [[first] + [first / 2] * 7 for first in (0.4, 0.6, 0.8)]
     table = TreeSampler._rates_by_drafts(stock, rates, shape)
     assert table.shape == (61, 8)
-    assert table[:, 0].tolist() == pytest.approx([0.4] * 17 + [0.6] * 16 + [0.8] * 28)
+    assert table[:, 0].tolist() == pytest.approx([0.4] * 16 + [0.6] * 16 + [0.8] * 29)
     assert table[:, 1:3].tolist() == [pytest.approx([0.5, 1.0])] * 61
     one = TreeSampler._rates_by_drafts(stock, rates[:1], shape)
     assert torch.equal(one, table[:1].expand(61, 8))
     assert torch.equal(TreeSampler._rates_by_drafts(stock, (), shape), stock[:8].expand(61, 8))
+    # One list for each depth of each size: levels that a tree does not have are never accepted.
+    each = [[0.01 * drafts] * shape.depth_of(drafts) for drafts in shape.choices]
+    table = TreeSampler._rates_by_drafts(stock, each, shape)
+    for drafts in shape.choices:
+        depth = shape.depth_of(drafts)
+        assert table[drafts].tolist() == pytest.approx(
+            [0.01 * drafts, *[1.0] * (depth - 1), *[0.0] * (8 - depth)]
+        )
+    assert torch.equal(table[16], table[29])

@@ -123,3 +123,36 @@ def test_schedules_say_of_each_batch_what_it_drafts(nodes: int, requests: int | 
     assert requests is None or not set(numbers[1:]) & set(shape.sizes[:-1]) - set(range(shape.depth + 1))
     if requests is not None:
         assert entries[0][1] == min(requests, most)
+
+
+@given(
+    nodes=st.integers(2, MOST_NODES),
+    depth=st.none() | st.integers(1, 12),
+    kind=st.sampled_from(["grown", "comb"]),
+)
+def test_each_number_of_draft_tokens_stands_for_one_tree(nodes: int, depth: int | None, kind: str) -> None:
+    if depth is not None and depth > nodes:
+        return
+    shape = TreeShape.of(nodes, depth, kind=kind)
+    assert list(shape.choices) == sorted(set(shape.choices))
+    assert set(shape.sizes) <= set(shape.choices)
+    for drafts in shape.choices:
+        assert shape.is_tree(drafts)
+        size, own = shape.size_of(drafts), shape.depth_of(drafts)
+        assert drafts <= size
+        assert size in shape.sizes
+        assert (own == shape.depth) == (drafts == size)
+        # So many nodes are there to be kept, and most of them are no chain.
+        assert shape.candidates_of(own) >= drafts >= own
+        assert shape.most_requests(drafts) == shape.most_requests(size)
+    depths = [shape.depth_of(drafts) for drafts in shape.choices]
+    assert depths == sorted(set(depths)) * len(shape.sizes)
+
+
+def test_the_default_trees() -> None:
+    shape = TreeShape.of(60, 8)
+    assert shape.sizes == (15, 31, 60)
+    assert shape.choices == (13, 14, 15, 29, 30, 31, 58, 59, 60)
+    assert [shape.depth_of(drafts) for drafts in shape.choices] == [4, 6, 8] * 3
+    assert TreeShape.of(16, 8).sizes == (16,)
+    assert TreeShape.of(16, 8, kind="comb").choices == (16,)

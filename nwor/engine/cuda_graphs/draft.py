@@ -212,9 +212,11 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
 class NworDraftPassesManager(SpeculatorCudaGraphManager):
     """vLLM's manager of the drafter's further passes, with graphs of every number that may be chosen.
 
-    vLLM captures them for the numbers in its schedule by batch size, of which a choice has no use.
+    vLLM captures them for the numbers in its schedule by batch size, of which a choice has no use. Trees that
+    are equally deep have the same passes, whatever nodes are kept of them, and so one graph.
     """
 
+    graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
     _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
     _numbers: Sequence[int]
     _tree: TreeShape | None
@@ -233,9 +235,23 @@ class NworDraftPassesManager(SpeculatorCudaGraphManager):
             return False
         manager.__class__ = cls
         assert isinstance(manager, cls)
-        manager._numbers = [number for number in bounds.candidates if number > 1]
         manager._tree = bounds.tree
+        manager._numbers = sorted({manager._like(number) for number in bounds.candidates if number > 1})
         return True
+
+    def _like(self, number: int) -> int:
+        """Return the least number of draft tokens with the same passes: that for the most requests."""
+        tree = self._tree
+        if tree is None or not tree.is_tree(number):
+            return number
+        depth = tree.depth_of(number)
+        return next(other for other in tree.choices if tree.depth_of(other) == depth)
+
+    def specialize_spec_tokens(
+        self, desc: BatchExecutionDescriptor, num_speculative_tokens: int
+    ) -> BatchExecutionDescriptor:
+        """Return the graph of so many draft tokens."""
+        return super().specialize_spec_tokens(desc, self._like(num_speculative_tokens))
 
     def _fits(self, desc: BatchExecutionDescriptor, number: int, sizes: Sequence[int]) -> bool:
         """Return whether batches of that size may have so many draft tokens: trees are for few requests."""

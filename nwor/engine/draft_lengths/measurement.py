@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from itertools import accumulate
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -182,11 +182,14 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
         and requests.blocks(1, size + 1) <= blocks
     ]
 
+    measured = _measured(bounds)
+
     def windows(count: int) -> list[float]:
         row, before, left = [], numbers[0], 0
         for drafts in numbers:
             if (
-                drafts not in fitting
+                drafts not in measured
+                or drafts not in fitting
                 or count * (1 + drafts) > runner.max_num_tokens
                 or not _is_candidate(bounds, count, drafts)
             ):
@@ -215,7 +218,10 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
         for _ in range(TIMES):
             tables.append([windows(count) for count in counts])
             lines.append([prompts(size) for size in rows])
-        table = [[min(cell) for cell in zip(*same, strict=True)] for same in zip(*tables, strict=True)]
+        table = [
+            with_shallow_trees(bounds, [min(cell) for cell in zip(*same, strict=True)])
+            for same in zip(*tables, strict=True)
+        ]
         row_seconds = [min(same) for same in zip(*lines, strict=True)]
         requests.end()
     finally:
@@ -236,6 +242,38 @@ def _sequence_of(drafts: int) -> tuple[int, int]:
 def _largest_batches(bounds: DraftBounds) -> set[int]:
     """Return the most requests for which trees of each size may be chosen."""
     return set() if bounds.tree is None else {bounds.tree.most_requests(k) for k in bounds.tree.sizes}
+
+
+def _measured(bounds: DraftBounds) -> tuple[int, ...]:
+    """Return the candidates to measure: chains, the smallest trees, and of larger ones the deepest."""
+    tree, numbers = bounds.tree, bounds.candidates
+    if tree is None:
+        return numbers
+    least = min(tree.size_of(drafts) for drafts in numbers if tree.is_tree(drafts))
+    return tuple(
+        drafts for drafts in numbers if not tree.is_tree(drafts) or drafts in tree.sizes or drafts <= least
+    )
+
+
+def with_shallow_trees(bounds: DraftBounds, row: Sequence[float]) -> list[float]:
+    """Return seconds with those of the trees that were not measured: they save passes as the smallest do.
+
+    Args:
+        bounds: the draft tokens.
+        row: seconds of each candidate; those that were not measured are replaced.
+
+    """
+    tree, numbers = bounds.tree, bounds.candidates
+    by_number = dict(zip(numbers, row, strict=True))
+    missing = [drafts for drafts in numbers if drafts not in _measured(bounds)]
+    if tree is not None and missing:
+        least = min(tree.size_of(drafts) for drafts in numbers if tree.is_tree(drafts))
+        for drafts in missing:
+            size = tree.size_of(drafts)
+            shallow = by_number.get(least - (size - drafts), inf)
+            if isfinite(shallow) and isfinite(by_number[least]) and isfinite(by_number[size]):
+                by_number[drafts] = max(by_number[size] - (by_number[least] - shallow), shallow)
+    return [by_number[drafts] for drafts in numbers]
 
 
 def _is_candidate(bounds: DraftBounds, requests: int, drafts: int) -> bool:

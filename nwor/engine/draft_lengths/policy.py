@@ -9,7 +9,8 @@ whatever k is, but a prompt's rows cost more beside more rows of windows: D(r) i
 to a step of r rows, and m is how many steps with prompts there were for each token.
 
 Where windows may be trees, more candidates have as many draft tokens as trees have nodes. The A of each is
-estimated for itself, by depth.
+estimated for itself, by depth. One that was not tried of late is taken for others of its size, and those for
+smaller trees.
 
 Steps in turns try what is not chosen and might be better, so that A and T of it stay known.
 """
@@ -75,8 +76,11 @@ class DraftLengthPolicy:
         self._shape = shape = started.tree
         #: Draft tokens of windows that are trees, ascending.
         self.trees = () if shape is None else tuple(k for k in self._all if shape.is_tree(k))
-        self._depth = 0 if shape is None else shape.depth
-        self.tree_acceptance = {k: AcceptanceEstimate(self._depth) for k in self.trees}
+        depth = 0 if shape is None else shape.depth
+        self._depths = {} if shape is None else {k: shape.depth_of(k) for k in self.trees}
+        self._sizes = {} if shape is None else {k: shape.size_of(k) for k in self.trees}
+        self.tree_acceptance = {k: AcceptanceEstimate(depth) for k in self.trees}
+        self._size_acceptance = {size: AcceptanceEstimate(depth) for size in sorted({*self._sizes.values()})}
         self.times: StepTimes | None = None
         self.chosen = bounds.fixed
         self.why = "the costs of steps are not known yet"
@@ -161,6 +165,11 @@ class DraftLengthPolicy:
         since = self._now - self._tried_at.get((self.times.place(requests), drafts), -FORGOTTEN - 1)
         return since <= FORGOTTEN and not self._is_untried(requests, drafts)
 
+    def _is_size_known(self, requests: int, drafts: int) -> bool:
+        """Return whether a tree of this size was tried of late, however deep it was."""
+        size = self._sizes[drafts]
+        return any(self._is_known(requests, k) for k in self.trees if self._sizes[k] == size)
+
     def _hope(self, requests: int, drafts: int) -> float:
         """Return how much shorter a candidate's steps may be than what is known of them says."""
         if self._is_untried(requests, drafts):
@@ -187,8 +196,8 @@ class DraftLengthPolicy:
             worth = set([k for k in chains if k > self.chosen][:1])
         for k in others:
             given = tokens[k]
-            if k in self.trees and not self._is_known(requests, k):
-                given = 1.0 + self._depth
+            if k in self.trees and not self._is_size_known(requests, k):
+                given = 1.0 + self._depths[k]
             if self._cost(requests, k, given, self._hope(requests, k)) < now:
                 worth.add(k)
         return sorted(worth)
@@ -201,16 +210,21 @@ class DraftLengthPolicy:
         return found | {k: 1.0 + sum(accepted[k]) for k in self.trees if k in self._candidates}
 
     def _tree_accepted(self) -> dict[int, list[float]]:
-        """Return for each size of trees the chance of each depth that a node of it is accepted."""
+        """Return for each candidate that is a tree the chance of each depth that a node of it is accepted."""
+        chances = self._chances_by_size(1.0 - (1.0 - self.acceptance.chances[0]) ** SIBLINGS)
+        found: dict[int, list[float]] = {}
+        for drafts, seen in self.tree_acceptance.items():
+            own = seen.chances_like(chances[self._sizes[drafts]])
+            found[drafts] = list(accumulate(own[: self._depths[drafts]], mul))
+        return found
+
+    def _chances_by_size(self, first: float) -> dict[int, list[float]]:
+        """Return the chances of trees by size, where ``first`` is assumed of the first draft of all."""
         found: dict[int, list[float]] = {}
         chances: list[float] = []
-        for nodes, seen in self.tree_acceptance.items():
-            if chances:
-                # What was not tried of late is taken for a smaller tree.
-                chances = seen.chances_like(chances)
-            else:
-                chances = seen.chances_after(1.0 - (1.0 - self.acceptance.chances[0]) ** SIBLINGS)
-            found[nodes] = list(accumulate(chances, mul))
+        for size, seen in self._size_acceptance.items():
+            # What was not tried of late is taken for a smaller tree.
+            chances = found[size] = seen.chances_like(chances) if chances else seen.chances_after(first)
         return found
 
     def _look(self, requests: int) -> None:
@@ -218,7 +232,7 @@ class DraftLengthPolicy:
         self._until_look, self._looked_at = LOOK_EVERY, requests
         steps, self._steps = self._steps, 0
         self.acceptance.age(steps)
-        for seen in self.tree_acceptance.values():
+        for seen in (*self.tree_acceptance.values(), *self._size_acceptance.values()):
             seen.age(steps)
         found = {k: self._cost(requests, k, tokens) for k, tokens in self._expected_tokens().items()}
         best = min(found, key=found.__getitem__)
@@ -228,7 +242,7 @@ class DraftLengthPolicy:
         self._found = found
         rate, what = 1.0 / found[self.chosen], f"{self.chosen} draft tokens give"
         if self.chosen in self.trees:
-            what = f"trees of {self.chosen} draft tokens give"
+            what = f"trees of {self.chosen} draft tokens, {self._depths[self.chosen]} deep, give"
         self.why = f"{what} {rate:.0f} tokens/s with {requests} requests"
 
     def _cost(self, requests: int, drafts: int, tokens: float, hope: float = 1.0) -> float:
@@ -254,7 +268,10 @@ class DraftLengthPolicy:
 
         """
         if drafts in self.trees:
-            self.tree_acceptance[drafts].add(self._depth, np.minimum(accepted, self._depth))
+            depth = self._depths[drafts]
+            accepted = np.minimum(accepted, depth)
+            self.tree_acceptance[drafts].add(depth, accepted)
+            self._size_acceptance[self._sizes[drafts]].add(depth, accepted)
         else:
             self.acceptance.add(drafts, accepted)
 

@@ -113,7 +113,7 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             self.max_num_reqs * self.max_model_len,
         )
         tree = state.config.tree if trees else None
-        rows = None if tree is None else 1 + min(tree.sizes)
+        rows = None if tree is None else 1 + min(tree.choices)
         descs = descriptors(most, self.max_num_reqs, manager.lora_capture_cases, rows)
         if not descs:
             state.mixed_graphs_why_not = f"no step has the {graph_sizes(64)[0]} rows of the smallest"

@@ -104,8 +104,10 @@ class TreeGrowth:
         slot_mappings: dict[str, torch.Tensor] | None,
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode,
+        *,
+        depth: int,
     ) -> None:
-        """Expand the trees of a batch, called as vLLM's own loop of passes; may be captured in a graph."""
+        """Expand trees of a depth, called as vLLM's own loop of passes; may be captured in a graph."""
         speculator, found = self._speculator, self._candidates
         longest, shape = speculator.max_model_len, found.shape
         buffers = speculator.input_buffers
@@ -125,7 +127,7 @@ class TreeGrowth:
         try:
             for window in self._windows:
                 window.step = step
-            for level in range(shape.depth - 1):
+            for level in range(depth - 1):
                 step.level = level
                 last, hidden = self._run(
                     hidden.index_select(0, found.sources[:rows]),

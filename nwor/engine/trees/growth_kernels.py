@@ -115,6 +115,8 @@ def select_kernel(  # type: ignore[no-untyped-def]
     nodes,
     kept,
     candidates,
+    # of these, those that were found for this batch
+    found,
     # float32 [1]: whether, unless 0, all windows have to be chains
     refusing_ptr,
     WIDTH: tl.constexpr,  # noqa: N803
@@ -124,7 +126,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(slots_ptr + request).to(tl.int64)
     linear = (tl.load(linear_ptr + slot) != 0) | (tl.load(refusing_ptr) != 0)
     place = tl.arange(0, PLACES)
-    real = place < candidates
+    real = place < found
     score = tl.load(found_score_ptr + request * candidates + place, mask=real, other=-float("inf"))
     above = tl.load(found_parent_ptr + request * candidates + place, mask=real, other=NO_PARENT)
     smallest: tl.constexpr = -0x7FFFFFFFFFFFFFFF
@@ -190,7 +192,7 @@ class Candidates:
         self.shape = shape
         width = shape.width
         self.window = (shape.depth - 1) * width
-        self.count = width + self.window * width
+        self.count = shape.candidates
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -266,10 +268,11 @@ class Candidates:
             draft_tokens: int64 [at least requests, nodes], written.
             tables: parents, depths, masks and chains by slot, written.
             refusing: float32 [at least 1]: all windows have to be chains, unless it is 0.
-            kept: how many nodes; None for those of the shape.
+            kept: how many nodes, of trees as deep as these are; None for those of the shape.
 
         """
         parents, depths, masks, chains = tables
+        kept = self.shape.nodes if kept is None else kept
         select_kernel[(len(slots),)](
             self._found_tokens,
             self._found_scores,
@@ -283,8 +286,9 @@ class Candidates:
             masks,
             chains,
             self.shape.nodes,
-            self.shape.nodes if kept is None else kept,
+            kept,
             self.count,
+            self.shape.candidates_of(self.shape.depth_of(kept)),
             refusing,
             WIDTH=self.shape.width,
             PLACES=next_power_of_two(self.count),

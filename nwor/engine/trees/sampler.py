@@ -31,8 +31,8 @@ class TreeSampler(RejectionSampler):
         stock: the one that vLLM has made.
         tables: the rank's trees.
         refusing: returns float32 [at least 1], 0 where all windows of the open step attended as trees.
-        rates: chance that the first nodes up to a depth are all accepted, where chance decides, for each size
-            of trees or for all; empty for vLLM's own rates, which are also those of chains.
+        rates: chance that the first nodes up to a depth are all accepted, where chance decides: for each
+            choice or size of trees, or for all; empty for vLLM's own rates, which are also those of chains.
 
     """
 
@@ -60,8 +60,12 @@ class TreeSampler(RejectionSampler):
         """Return float32 [nodes + 1, depth], conditional: the rates of a window with so many draft tokens."""
         if not rates:
             return stock[: shape.depth].expand(shape.nodes + 1, -1).contiguous()
-        by_size = [unconditional_to_conditional_rates(list(one)) for one in rates]
-        rows = [by_size[min(bisect_left(shape.sizes, n), len(rates) - 1)] for n in range(shape.nodes + 1)]
+        known = shape.choices if len(rates) == len(shape.choices) else shape.sizes
+        own = [
+            [*unconditional_to_conditional_rates(list(one)), *[0.0] * (shape.depth - len(one))]
+            for one in rates
+        ]
+        rows = [own[min(bisect_left(known, n), len(rates) - 1)] for n in range(shape.nodes + 1)]
         return stock.new_tensor(rows)
 
     def _verify(

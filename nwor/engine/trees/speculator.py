@@ -65,7 +65,7 @@ class TreeDrafts:
                     *args, num_speculative_steps=num_speculative_steps, **kwargs
                 )
             else:
-                growth.passes(*args, **kwargs)
+                growth.passes(*args, depth=shape.depth_of(num_speculative_steps), **kwargs)
 
         return passes
 
