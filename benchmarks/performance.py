@@ -363,7 +363,7 @@ def serving_auto_acceptance() -> str:
 
 def serving_trees() -> str:
     """What is chosen among none, chains and trees, beside stock's best chain."""
-    results = HERE / "serving" / "results" / "h200-trees-eagle3.json"
+    results = HERE / "serving" / "results" / "h200-trees-default.json"
     document = json.loads(results.read_text("utf-8"))
     arm, rows = "auto-tree@60x8", []
     (loads,) = serving_report.groups(document).values()
