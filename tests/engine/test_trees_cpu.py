@@ -475,6 +475,22 @@ def test_where_chance_accepts_trees_are_as_deep_as_a_trained_drafters(
     assert 0.8 * tree["depth"] * windows < accepted <= tree["depth"] * windows
 
 
+@_shapes(GROWN)
+def test_what_is_no_number_does_not_stay_in_the_drafters_windows(
+    engine: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step's overflow, or what memory held at the start, would spoil the drafts of all that follow."""
+    growth = contexts.runner_of(engine)._nwor_trees._drafts.growth
+    assert growth._windows
+    for window in growth._windows:
+        window._key.fill_(float("nan"))
+        window._value.fill_(float("nan"))
+        window._output.fill_(float("nan"))
+    _begin(engine)
+    lengths = check_steps(engine, plain.requests["greedy"][0][0], GROWN["depth"], GROWN, monkeypatch)
+    assert lengths[GROWN["nodes"]] > 2
+
+
 @_shapes(GROWN, COMB, more=MORE)
 def test_each_step_is_that_of_an_independent_decoder(
     engine: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch

@@ -105,6 +105,20 @@ class SlotProbe(CopyWatch):
             wrong = (self._lines(layer.kv_cache, window) != self._wanted[name]).flatten(1).any(dim=1)
             seen["wrong"] += int(wrong[kept].sum())
 
+    def probe_drafter(self) -> dict[str, int]:
+        """Return what must be zero in the drafter's windows of grown trees whenever no step is under way.
+
+        These are values that are no numbers, and semaphores of thread blocks that others have not waited for.
+        """
+        growth = self.model_runner._nwor_trees._drafts.growth
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        found = {"not numbers": 0, "semaphores": 0}
+        for window in growth._windows if growth is not None else []:
+            found["not numbers"] += int(window._key.isnan().sum() + window._value.isnan().sum())
+            semaphores = window._workspace[: 4 * processors].view(torch.int32)
+            found["semaphores"] += int(semaphores.count_nonzero())
+        return found
+
     def probe_stop(self) -> dict[str, Any]:
         """Stop watching and return what was seen."""
         rank = self.model_runner.nwor

@@ -98,7 +98,11 @@ def test_outputs_and_acceptance(engine: Any, request: pytest.FixtureRequest) -> 
         print(f"accepted a window: trees {_accepted(seen):.2f}, chains {_accepted(chains):.2f}")
         assert gap <= (1.2 if fp8 else near_ties.MOST_GAP)
         assert difference <= (4.0 if fp8 else near_ties.MOST_DIFFERENCE)
+        print(engine.collective_rpc("probe_drafter")[0])
         assert _accepted(seen) > 1.05 * _accepted(chains)
+        # What is wrong in the drafter's passes costs no token, and acceptance in every mode.
+        assert _accepted(chains) > 3.0
+    assert not any(engine.collective_rpc("probe_drafter")[0].values())
     assert trees["checks"] > 4
     assert _run(engine, "off")["tokens"] == chains["tokens"]
 

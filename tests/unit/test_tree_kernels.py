@@ -388,6 +388,21 @@ def test_likeliest_tokens(vocabulary: int, dtype: torch.dtype) -> None:
     assert torch.equal(logprobs[:, 1], assumed.expand(4, width))
 
 
+@pytest.mark.parametrize("spoilt", [slice(None), slice(7, 8)], ids=["all", "one"])
+def test_where_a_row_has_no_numbers_nothing_is_likely(spoilt: slice) -> None:
+    """A likelihood of one would make its continuations the best of a tree."""
+    from nwor.engine.trees.top_tokens import top_tokens
+
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(1))
+    logits[0, spoilt] = float("nan")
+    tokens, logprobs = torch.full((2, 1, 4), -1), torch.full((2, 1, 4), 1.0)
+    top_tokens(logits, torch.tensor(0), tokens, logprobs)
+    assert (logprobs[0] == -float("inf")).all()
+    assert (logprobs[1] <= 0).all()
+    assert logprobs[1].isfinite().all()
+    assert ((tokens >= 0) & (tokens < 300)).all()
+
+
 def test_what_passes_of_the_drafter_note() -> None:
     """The first pass notes all that may have trees, in graphs of larger batches too. Chains note none."""
     from nwor.engine.trees.speculator import TreeDrafts

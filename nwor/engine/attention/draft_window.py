@@ -95,9 +95,14 @@ class DraftWindow:
             value: likewise.
 
         """
-        assert self.step is not None
+        step = self.step
+        assert step is not None
+        if step.level == 0:
+            # Nobody sees the rows of levels to come, but what is no number stays so times a weight of zero.
+            # Left by one step, it would be in all that follow.
+            self._value[: step.requests * step.window].zero_()
         for buffer, rows in ((self._key, key), (self._value, value)):
-            place = self._place(buffer, self.step)
+            place = self._place(buffer, step)
             place.copy_(rows[: place.shape[0] * place.shape[1]].unflatten(0, place.shape[:2]))
 
     def attend(self, query: torch.Tensor, block_table: torch.Tensor, output: torch.Tensor) -> None:

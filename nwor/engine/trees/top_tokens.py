@@ -111,8 +111,10 @@ def top_of_rows_kernel(  # type: ignore[no-untyped-def]
         token = tl.where(there_is, place_of(best), vocabulary - 1).to(tl.int64)
         value = tl.where(there_is, value_of(best), -float("inf"))
         tl.store(tokens_ptr + out + i, token)
-        # No more than 0, or a child would come before its parent.
-        tl.store(logprobs_ptr + out + i, tl.minimum(value - log_total, 0.0))
+        # No more than 0, or a child would come before its parent. The less of what is no number and 0 is 0.
+        logprob = value - log_total
+        logprob = tl.where(logprob == logprob, tl.minimum(logprob, 0.0), -float("inf"))
+        tl.store(logprobs_ptr + out + i, logprob)
         if i == 0:
             tl.store(first_ptr + row, token)
 
