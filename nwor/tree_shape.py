@@ -19,7 +19,7 @@ SMALLER = (15, 31)
 #: A smaller tree has at most this share of the nodes.
 MOST_SMALLER = 0.75
 #: Most rows of a step's trees together where the engine chooses: more are dear on any GPU.
-MOST_ROWS = 1024
+MOST_ROWS = 512
 #: Depth where nobody gives one.
 DEFAULT_DEPTH = 6
 #: Most continuations of a node where nobody gives their number.

@@ -24,7 +24,12 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from nwor.config import DraftBounds
-from nwor.engine.cuda_graphs.draft import NworDraftGraphManager, NworDraftPassesManager, request_sizes
+from nwor.engine.cuda_graphs.draft import (
+    NworDraftGraphManager,
+    NworDraftPassesManager,
+    graph_numbers,
+    request_sizes,
+)
 from nwor.engine.cuda_graphs.mixed_sizes import descriptors
 from nwor.tree_shape import TreeShape
 
@@ -231,6 +236,12 @@ def test_drafters_of_another_kind_are_left_alone(layer: Any, version: int | None
     assert not adopt(SimpleNamespace(), None, [layer])  # type: ignore[arg-type]
 
 
+def test_more_requests_than_may_have_trees_have_a_graph_of_chains() -> None:
+    tree = TreeShape.of(60, 8)
+    assert graph_numbers(DraftBounds(9, 60, given=True).with_tree(tree)) == [8, 13, 14, 15]
+    assert graph_numbers(DraftBounds(0, 3)) == [2, 3]
+
+
 def test_graphs_of_trees_are_for_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[Any] = []
     stock = SpeculatorCudaGraphManager
@@ -252,7 +263,7 @@ def test_graphs_of_trees_are_for_few_requests(monkeypatch: pytest.MonkeyPatch) -
             made.setdefault(desc.num_speculative_tokens, []).append(desc.num_reqs)
         chains = {drafts: list(sizes) for drafts in (2, 3, 4, 6, 8)}
         # Trees of 13, 29 and 58 nodes have the same passes, and the most requests have 13.
-        trees = {drafts: [1, 8, 16, 24, 32, 64] for drafts in (13, 14, 15)}
+        trees = {drafts: [1, 8, 16, 24, 32] for drafts in (13, 14, 15)}
         assert made == chains | (trees if tree is not None else {})
         for drafts, graph in ((4, 4), (8, 8), *(((29, 13), (59, 14), (60, 15)) if tree is not None else ())):
             desc = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=8, num_reqs=8)

@@ -256,6 +256,7 @@ def test_a_request_that_needs_chains_beside_trees_has_them_and_no_answer_tells()
     bounds.add("a", None, 6)
     bounds.add("b", 2, 6)
     assert [len(bounds.active["a"].cut([0] * drafts)) for drafts in (60, 16, 6, 4, 0)] == [6, 6, 6, 4, 0]
+    assert len(bounds.active["a"].cut([0] * 14, deep=4)) == 4
     assert len(bounds.active["b"].cut([0] * 60)) == 2
     assert figures(bounds, "a") == figures(RequestBounds(), "a")
     assert figures(bounds, "b")[0] == 2
@@ -264,10 +265,18 @@ def test_a_request_that_needs_chains_beside_trees_has_them_and_no_answer_tells()
 
 
 @pytest.mark.parametrize(
-    ("params", "kept"), [({}, 16), ({"presence_penalty": 0.5}, 6), ({"bad_words": ["no"]}, 6)]
+    ("params", "drafts", "kept"),
+    [
+        ({}, 16, 16),
+        ({}, 14, 14),
+        ({"presence_penalty": 0.5}, 16, 6),
+        ({"presence_penalty": 0.5}, 14, 4),  # trees of 14 nodes are 4 deep, and so is what they find
+        ({"presence_penalty": 0.5}, 5, 5),
+        ({"bad_words": ["no"]}, 16, 6),
+    ],
 )
 def test_the_scheduler_bounds_requests_that_need_chains(
-    params: dict[str, Any], kept: int, monkeypatch: pytest.MonkeyPatch
+    params: dict[str, Any], drafts: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm import SamplingParams
 
@@ -279,7 +288,7 @@ def test_the_scheduler_bounds_requests_that_need_chains(
     )
     scheduler = type("Bounded", (BoundedDrafts, Scheduler), {})(config)
     request = SimpleNamespace(
-        request_id="a", sampling_params=SamplingParams(**params), spec_token_ids=[0] * 16
+        request_id="a", sampling_params=SamplingParams(**params), spec_token_ids=[0] * drafts
     )
     scheduler.add_request(request)
     scheduler.requests = {"a": request}

@@ -212,6 +212,24 @@ def test_a_device_that_was_busy_for_a_while_is_known_soon_after(requests: int) -
     assert sum(shares) / len(shares) > 0.96, shares
 
 
+def test_bursts_of_other_work_leave_nothing_behind() -> None:
+    """Each makes some cells look dear that are not seen again for long; together those outweigh others."""
+    for seed in range(4):
+        device = Device(SIZES, seed)
+        policy = DraftLengthPolicy(SIZES)
+        policy.take_costs(device.measured(1.0, seed))
+        for _ in range(20):
+            device.busy = 0.0
+            device.run(policy.choose, 1, 200, policy)
+            device.busy = 1.0
+            device.run(policy.choose, 1, 40, policy)
+        device.busy = 0.0
+        device.run(policy.choose, 1, 1500, policy)
+        rate, _ = device.run(policy.choose, 1, 1500, policy)
+        assert rate > 0.95 * device.best(1)[1], seed
+        assert abs(policy.times.common(1)) < 0.0005, seed  # type: ignore[union-attr]
+
+
 def test_a_number_that_became_cheaper_is_found() -> None:
     device = Device(CHAINS)
     policy = DraftLengthPolicy(CHAINS)

@@ -177,8 +177,8 @@ def test_parts_of_trees_are_no_chains(drafts: tuple[int, ...], trees: int, chain
     policy = lengths.policy
     seen = policy._size_acceptance[16]
     assert (seen._tried[0] > 0) == (trees > 0)
-    number = SHAPE.choices[0] if drafts[0] < SHAPE.choices[0] else drafts[0]
-    assert not trees or policy.tree_acceptance[number]._tried[0] == seen._tried[0]
+    # What the step before made is not known here.
+    assert not trees or policy.tree_acceptance[16]._tried[0] == seen._tried[0]
     assert policy.acceptance._tried[0] == pytest.approx(64 * chains, rel=0.1)
     assert seen._tried[0] == pytest.approx(64 * trees, rel=0.1)
 
@@ -191,9 +191,9 @@ def test_bounds_below_its_nodes_leave_trees_out() -> None:
         lengths.follow(facts)
         assert lengths[1] <= 6
     lengths.follow(WorkerFacts("stage", 1, 1, None, settle(BOUNDS, "16")))
-    assert lengths[60] == 16
+    assert lengths[30] == 16
     # Trees of so many requests have no graphs.
-    assert lengths[300] == SHAPE.depth
+    assert lengths[31] == lengths[300] == SHAPE.depth
     lengths.follow(WorkerFacts("stage", 1, 1, None, settle(BOUNDS, "auto:16-16")))
     assert lengths[300] == SHAPE.depth
     lengths.follow(WorkerFacts("stage", 1, 1, None, settle(BOUNDS, "auto")))
@@ -230,10 +230,10 @@ def test_trees_have_at_most_so_many_rows_whatever_was_measured() -> None:
     policy = DraftLengthPolicy(BOUNDS)
     policy.take_costs(StepCosts((1, 4), numbers, ((0.005,) * len(numbers),) * 2))
     for _ in range(2 * policies.PROBE_EVERY):
-        number = policy.choose(61)
+        number = policy.choose(31)
         assert number not in TREES
-        policy.observe(number, np.full(61, number, np.int32))
-    assert any(policy.choose(60) in TREES for _ in range(2 * policies.PROBE_EVERY))
+        policy.observe(number, np.full(31, number, np.int32))
+    assert any(policy.choose(30) in TREES for _ in range(2 * policies.PROBE_EVERY))
 
 
 def test_steps_with_bounded_windows_say_nothing_of_costs() -> None:
@@ -279,6 +279,41 @@ class _Measured:
 
 
 @pytest.mark.parametrize(
+    ("least", "measured"),
+    [
+        (0, (13, 14, 15, 31, 60)),
+        (14, (14, 15, 31, 60, 29)),
+        (15, (15, 31, 60, 29, 30)),
+        (29, (29, 30, 31, 60)),
+        (30, (30, 31, 60, 58)),
+        (58, (58, 59, 60)),
+    ],
+)
+def test_shallow_trees_cost_what_the_smallest_say(least: int, measured: tuple[int, ...]) -> None:
+    from nwor.engine.draft_lengths import measurement
+
+    tree = TreeShape.of(60, 8)
+    bounds = DraftBounds(least, 60, given=True).with_tree(tree)
+    trees = [k for k in bounds.candidates if tree.is_tree(k)]
+    derived = measurement._derived(bounds)
+    assert set(trees) - set(derived) == set(measured)
+
+    def seconds(drafts: int) -> float:
+        return 0.005 + 1e-5 * tree.size_of(drafts) + 5e-4 * tree.depth_of(drafts)
+
+    row = [float("inf") if k in derived else seconds(k) for k in bounds.candidates]
+    filled = dict(zip(bounds.candidates, measurement.with_shallow_trees(bounds, row), strict=True))
+    assert {k: filled[k] for k in trees} == pytest.approx({k: seconds(k) for k in trees})
+    # Where larger trees have no room, none of them costs anything that is known.
+    row = [
+        float("inf") if tree.size_of(k) > 31 else value
+        for k, value in zip(bounds.candidates, row, strict=True)
+    ]
+    filled = dict(zip(bounds.candidates, measurement.with_shallow_trees(bounds, row), strict=True))
+    assert all(filled[k] == float("inf") for k in (58, 59, 60) if k in filled)
+
+
+@pytest.mark.parametrize(
     ("longest", "fitting"),
     [
         (2048, (0, 1, 2, 3, 4, 6, 8, 13, 14, 15, 29, 30, 31, 58, 59, 60)),
@@ -296,6 +331,7 @@ def test_short_contexts_are_measured_as_far_as_they_reach(
     from nwor.engine.draft_lengths import measurement
 
     monkeypatch.setattr(measurement, "_Requests", _Measured)
+    monkeypatch.setattr(measurement, "REQUESTS_CPU", measurement.REQUESTS)
     monkeypatch.setattr(warmup, "_warmup_block_counter", lambda runner: None)
     tree = TreeShape.of(60, 8)
     runner = SimpleNamespace(
@@ -313,6 +349,9 @@ def test_short_contexts_are_measured_as_far_as_they_reach(
     # The largest batch of each size of trees is among those measured.
     wanted = {(tree.most_requests(nodes), nodes) for nodes in tree.sizes if nodes in fitting}
     assert wanted <= _Measured.steps
+    # Chains of many requests end earlier, too.
+    assert max(count * (1 + drafts) for count, drafts in _Measured.steps) == 1024  # type: ignore[attr-defined]
+    assert {count for count, _ in _Measured.steps} >= {1, 128, 256}
     # Of larger trees the deepest are measured, and the rest follows.
     assert not {drafts for _, drafts in _Measured.steps} & {29, 30, 58, 59}
     assert not [1 for count, drafts in _Measured.steps if drafts > 8 and count > tree.most_requests(drafts)]  # type: ignore[attr-defined]
@@ -372,17 +411,38 @@ def test_bounds_that_somebody_named_are_not_widened() -> None:
 def test_large_trees_are_counted_by_their_size() -> None:
     bounds = DraftBounds().with_tree(TreeShape.of(60, 8))
     assert bounds.candidates == (0, 1, 2, 3, 4, 6, 8, 13, 14, 15, 29, 30, 31, 58, 59, 60)
+    for made, candidates in ((60, (15, 31, 60)), (59, (14, 30, 59)), (58, (13, 29, 58))):
+        lengths, facts = DraftLengths(bounds), WorkerFacts("stage", 1, 1)
+        lengths._made = made
+        for drafts in (8, 9, 15, 16, 31, 45, made):
+            for _ in range(64):
+                lengths.observe(_record([drafts], [4], facts))
+        tried = {size: seen._tried[0] for size, seen in lengths.policy._size_acceptance.items()}
+        assert tried == {size: pytest.approx(128, rel=0.1) for size in (15, 31, 60)}
+        each = {count: seen._tried[0] for count, seen in lengths.policy.tree_acceptance.items()}
+        # What a bound or a budget left of a window is as deep as the others of its step.
+        assert each == {k: pytest.approx(128, rel=0.1) if k in candidates else 0 for k in each}
+        assert lengths.policy.acceptance._tried[0] == pytest.approx(64, rel=0.1)
+
+
+def test_the_number_of_the_step_before_says_how_deep_windows_are() -> None:
+    """Requests that may have 15 draft tokens have trees 4 deep where others have 58 of these."""
+    bounds = DraftBounds().with_tree(TreeShape.of(60, 8))
     lengths, facts = DraftLengths(bounds), WorkerFacts("stage", 1, 1)
-    for drafts in (8, 9, 15, 16, 31, 45, 60):
-        for _ in range(64):
-            lengths.observe(_record([drafts], [4], facts))
-    tried = {size: seen._tried[0] for size, seen in lengths.policy._size_acceptance.items()}
-    assert tried == {size: pytest.approx(128, rel=0.1) for size in (15, 31, 60)}
-    tried = {
-        nodes: seen._tried[0] for nodes, seen in lengths.policy.tree_acceptance.items() if seen._tried[0]
-    }
-    assert tried == {nodes: pytest.approx(64, rel=0.1) for nodes in (13, 15, 29, 31, 58, 60)}
-    assert lengths.policy.acceptance._tried[0] == pytest.approx(64, rel=0.1)
+    for made, verified in ((58, 0), (60, 58), (0, 60)):
+        windows = {name: [0] * min(verified, most) for name, most in (("free", 60), ("bounded", 15))}
+        scheduled = SimpleNamespace(
+            scheduled_spec_decode_tokens={name: drafts for name, drafts in windows.items() if drafts},
+            num_scheduled_tokens=windows,
+            num_spec_tokens_to_schedule=made,
+            total_num_scheduled_tokens=2 + sum(map(len, windows.values())),
+        )
+        if verified:
+            lengths.observe(_record([verified, 15], [5, 5], facts))
+        lengths.observe_step(scheduled, 2, busy=True)
+    lengths._take_waiting()
+    tried = {k: seen._tried[0] for k, seen in lengths.policy.tree_acceptance.items() if seen._tried[0]}
+    assert set(tried) == {13, 15, 58, 60}
 
 
 def test_what_is_known_of_small_trees_is_assumed_of_large_ones() -> None:

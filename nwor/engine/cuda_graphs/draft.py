@@ -209,6 +209,23 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
             self.graphs = stock
 
 
+def like(tree: TreeShape | None, number: int) -> int:
+    """Return the least number of draft tokens with the same passes: that for the most requests."""
+    if tree is None or not tree.is_tree(number):
+        return number
+    depth = tree.depth_of(number)
+    return next(other for other in tree.choices if tree.depth_of(other) == depth)
+
+
+def graph_numbers(bounds: DraftBounds) -> list[int]:
+    """Return the numbers of draft tokens that the drafter's further passes have graphs for, ascending.
+
+    Chains as long as a tree is deep are among them: more requests than may have trees have those.
+    """
+    longest = () if bounds.tree is None else (bounds.tree.depth,)
+    return sorted({like(bounds.tree, number) for number in (*bounds.candidates, *longest) if number > 1})
+
+
 class NworDraftPassesManager(SpeculatorCudaGraphManager):
     """vLLM's manager of the drafter's further passes, with graphs of every number that may be chosen.
 
@@ -235,23 +252,14 @@ class NworDraftPassesManager(SpeculatorCudaGraphManager):
             return False
         manager.__class__ = cls
         assert isinstance(manager, cls)
-        manager._tree = bounds.tree
-        manager._numbers = sorted({manager._like(number) for number in bounds.candidates if number > 1})
+        manager._tree, manager._numbers = bounds.tree, graph_numbers(bounds)
         return True
-
-    def _like(self, number: int) -> int:
-        """Return the least number of draft tokens with the same passes: that for the most requests."""
-        tree = self._tree
-        if tree is None or not tree.is_tree(number):
-            return number
-        depth = tree.depth_of(number)
-        return next(other for other in tree.choices if tree.depth_of(other) == depth)
 
     def specialize_spec_tokens(
         self, desc: BatchExecutionDescriptor, num_speculative_tokens: int
     ) -> BatchExecutionDescriptor:
         """Return the graph of so many draft tokens."""
-        return super().specialize_spec_tokens(desc, self._like(num_speculative_tokens))
+        return super().specialize_spec_tokens(desc, like(self._tree, num_speculative_tokens))
 
     def _fits(self, desc: BatchExecutionDescriptor, number: int, sizes: Sequence[int]) -> bool:
         """Return whether batches of that size may have so many draft tokens: trees are for few requests."""

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from nwor.config import DraftBounds
 from nwor.counts.records import StepRecord, Treatment, WorkerFacts
@@ -58,7 +59,9 @@ class DraftLengths:
         self._by_requests = False
         self._why = "no step has been verified yet"
         self._facts: WorkerFacts | None = None
-        self._waiting: list[StepRecord] = []
+        # Records, each with the number of draft tokens that the step before made.
+        self._waiting: list[tuple[StepRecord, int]] = []
+        self._made = 0
         self._last = 0.0
         self._none_since: float | None = None
 
@@ -94,7 +97,7 @@ class DraftLengths:
     def observe(self, record: StepRecord) -> None:
         """Take in a verify step's record."""
         self.follow(record.facts)
-        self._waiting.append(record)
+        self._waiting.append((record, self._made))
         if len(self._waiting) >= MOST_WAITING:
             self._take_waiting()
 
@@ -123,7 +126,7 @@ class DraftLengths:
     def _take_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         by_drafts: dict[int, list[Any]] = {}
-        for record in waiting:
+        for record, made in waiting:
             drafts = np.frombuffer(record.treatment.drafts, _INT32)
             accepted = np.maximum(np.frombuffer(record.sampled, _INT32), 1) - 1
             if self.policy.trees:
@@ -132,9 +135,7 @@ class DraftLengths:
                 if trees.any():
                     if not _attended(record.treatment):
                         continue
-                    sizes = np.array(self.policy.trees, _INT32)
-                    places = np.searchsorted(sizes, drafts[trees]).clip(max=len(sizes) - 1)
-                    drafts, accepted = sizes[places], accepted[trees]
+                    drafts, accepted = self._trees_of(drafts[trees], made), accepted[trees]
             first = int(drafts[0])
             if (drafts == first).all():
                 by_drafts.setdefault(first, []).append(accepted)
@@ -144,6 +145,24 @@ class DraftLengths:
         for count, parts in by_drafts.items():
             if count:
                 self.policy.observe(count, np.minimum(np.concatenate(parts), count))
+
+    def _trees_of(self, drafts: npt.NDArray[np.int32], made: int) -> npt.NDArray[np.int32]:
+        """Return the candidate of each window that is a tree, or what a bound or a budget left of one.
+
+        Args:
+            drafts: [windows], their draft tokens.
+            made: those of the step that drafted: all its trees are equally deep.
+
+        """
+        tree = self._tree
+        assert tree is not None
+        sizes = np.array(sorted({tree.size_of(count) for count in self.policy.trees}), _INT32)
+        found = sizes[np.searchsorted(sizes, drafts).clip(max=len(sizes) - 1)]
+        if made in self.policy.trees:
+            same = [count for count in self.policy.trees if tree.depth_of(count) == tree.depth_of(made)]
+            of_size = {tree.size_of(count): count for count in same}
+            found = np.array([of_size.get(size, made) for size in found.tolist()], _INT32)
+        return found
 
     def observe_step(self, scheduled: Any, tokens: int, busy: bool) -> None:
         """Take in that a step's results have come.
@@ -158,7 +177,7 @@ class DraftLengths:
         seconds, self._last = (now - self._last if busy else 0.0), now
         drafts = scheduled.scheduled_spec_decode_tokens
         requests = len(scheduled.num_scheduled_tokens)
-        made = scheduled.num_spec_tokens_to_schedule
+        made = self._made = scheduled.num_spec_tokens_to_schedule
         longest = max(map(len, drafts.values()), default=0)
         rows = scheduled.total_num_scheduled_tokens
         verified = sum(map(len, drafts.values()))

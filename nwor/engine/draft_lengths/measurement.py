@@ -29,8 +29,11 @@ REQUESTS_CPU = (1, 4, 16, 64)
 #: Rows of the prompts that are measured alone.
 ROWS = (16, 64, 128, 256, 512, 1024, 2048)
 ROWS_CPU = (16, 64, 256)
-#: Steps before a measurement, and those that are measured in a row.
+#: Steps before a measurement, and those that are measured in a row; of many requests, whose steps are longer.
 SETTLE, STEPS = 1, 3
+MANY, STEPS_OF_MANY = 16, 2
+#: Most rows of chains together: with more of them longer ones do not pay, however far they are accepted.
+MOST_ROWS = 1024
 #: How often all is measured, one time after the other: the shortest time of each counts. Whatever else the
 #: device does makes steps longer, and may take a second.
 TIMES = 2
@@ -182,13 +185,13 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
         and requests.blocks(1, size + 1) <= blocks
     ]
 
-    measured = _measured(bounds)
+    derived = _derived(bounds)
 
     def windows(count: int) -> list[float]:
         row, before, left = [], numbers[0], 0
         for drafts in numbers:
             if (
-                drafts not in measured
+                drafts in derived
                 or drafts not in fitting
                 or count * (1 + drafts) > runner.max_num_tokens
                 or not _is_candidate(bounds, count, drafts)
@@ -203,7 +206,8 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
             requests.step(before, drafts)
             for _ in range(SETTLE):
                 requests.step(drafts, drafts)
-            row.append(_seconds(runner.device, lambda k=drafts: requests.step(k, k), STEPS))
+            steps = STEPS if count <= MANY else STEPS_OF_MANY
+            row.append(_seconds(runner.device, lambda k=drafts: requests.step(k, k), steps))
             before = drafts
         return row
 
@@ -244,41 +248,46 @@ def _largest_batches(bounds: DraftBounds) -> set[int]:
     return set() if bounds.tree is None else {bounds.tree.most_requests(k) for k in bounds.tree.sizes}
 
 
-def _measured(bounds: DraftBounds) -> tuple[int, ...]:
-    """Return the candidates to measure: chains, the smallest trees, and of larger ones the deepest."""
-    tree, numbers = bounds.tree, bounds.candidates
+def _derived(bounds: DraftBounds) -> dict[int, tuple[int, int, int]]:
+    """Return the candidates that are not measured, each with three that say what it costs.
+
+    These are the shallow trees but for the smallest: the deepest of the size, and the smallest size's deepest
+    and equally shallow one. Passes take about as long, whatever nodes are kept in the end.
+    """
+    tree, numbers = bounds.tree, set(bounds.candidates)
     if tree is None:
-        return numbers
-    least = min(tree.size_of(drafts) for drafts in numbers if tree.is_tree(drafts))
-    return tuple(
-        drafts for drafts in numbers if not tree.is_tree(drafts) or drafts in tree.sizes or drafts <= least
-    )
+        return {}
+    found: dict[int, tuple[int, int, int]] = {}
+    for drafts in sorted(numbers & set(tree.choices) - set(tree.sizes)):
+        size = tree.size_of(drafts)
+        for least in tree.sizes:
+            if least < size and numbers >= {size, least, least - (size - drafts)}:
+                found[drafts] = size, least, least - (size - drafts)
+                break
+    return found
 
 
 def with_shallow_trees(bounds: DraftBounds, row: Sequence[float]) -> list[float]:
-    """Return seconds with those of the trees that were not measured: they save passes as the smallest do.
+    """Return seconds with those of the trees that were not measured.
 
     Args:
         bounds: the draft tokens.
         row: seconds of each candidate; those that were not measured are replaced.
 
     """
-    tree, numbers = bounds.tree, bounds.candidates
+    numbers = bounds.candidates
     by_number = dict(zip(numbers, row, strict=True))
-    missing = [drafts for drafts in numbers if drafts not in _measured(bounds)]
-    if tree is not None and missing:
-        least = min(tree.size_of(drafts) for drafts in numbers if tree.is_tree(drafts))
-        for drafts in missing:
-            size = tree.size_of(drafts)
-            shallow = by_number.get(least - (size - drafts), inf)
-            if isfinite(shallow) and isfinite(by_number[least]) and isfinite(by_number[size]):
-                by_number[drafts] = max(by_number[size] - (by_number[least] - shallow), shallow)
+    for drafts, (deepest, least, shallow) in _derived(bounds).items():
+        cost = by_number[deepest] - (by_number[least] - by_number[shallow])
+        by_number[drafts] = max(cost, by_number[shallow]) if isfinite(cost) else inf
     return [by_number[drafts] for drafts in numbers]
 
 
 def _is_candidate(bounds: DraftBounds, requests: int, drafts: int) -> bool:
     tree = bounds.tree
-    return tree is None or not tree.is_tree(drafts) or requests <= tree.most_requests(drafts)
+    if tree is not None and tree.is_tree(drafts):
+        return requests <= tree.most_requests(drafts)
+    return requests * (1 + drafts) <= MOST_ROWS or drafts == min(bounds.candidates)
 
 
 def without_spikes(table: Sequence[Sequence[float]], chains: int) -> tuple[tuple[float, ...], ...]:

@@ -176,8 +176,8 @@ class DraftLengthPolicy:
             return HOPE_UNTRIED
         if self._is_known(requests, drafts):
             return HOPE_TRIED
-        # A tree may be accepted to its end, whatever it was before.
-        return HOPE_FORGOTTEN if drafts not in self.trees else 1.0
+        # A tree may be accepted to its end, whatever it was before: then its tokens are hoped for.
+        return HOPE_FORGOTTEN if drafts not in self.trees or self._is_size_known(requests, drafts) else 1.0
 
     def _worth_trying(self, requests: int) -> list[int]:
         """Return which candidates to try now and then, though another is chosen."""

@@ -78,11 +78,17 @@ class _Bound:
         """Whether answers tell of it: what no window of a chain can have is no bound."""
         return self.ever_stopped or self.asked is not None
 
-    def cut(self, drafts: list[int]) -> list[int]:
-        """Return those of a step's drafts that the next window takes; to be called once a step."""
+    def cut(self, drafts: list[int], deep: int | None = None) -> list[int]:
+        """Return those of a step's drafts that the next window takes; to be called once a step.
+
+        Args:
+            drafts: of the step.
+            deep: passes of the drafter, where they are those of a tree: no chain is longer.
+
+        """
         most = len(drafts) if self.asked is None else self.asked
         if self.chain is not None:
-            most = min(most, self.chain)
+            most = min(most, self.chain, len(drafts) if deep is None else deep)
         if self.stopped:
             self.waited += 1
             probes = self.trial > 0 or self.waited >= PROBE_EVERY
@@ -279,4 +285,8 @@ class BoundedDrafts(Scheduler):
         for request_id, bound in self._nwor_bounds.active.items():
             request = self.requests.get(request_id)
             if request is not None and request.spec_token_ids and request_id in drafted:
-                request.spec_token_ids = bound.cut(request.spec_token_ids)
+                drafts, tree = request.spec_token_ids, self._nwor_tree
+                deep = None
+                if tree is not None and tree.is_tree(len(drafts)):
+                    deep = tree.depth_of(len(drafts))
+                request.spec_token_ids = bound.cut(drafts, deep)

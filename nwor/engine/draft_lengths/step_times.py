@@ -114,10 +114,15 @@ class _Row:
                 self.excess[other] = self.steps[other] = 0.0
                 self.seen[other] = 0
         # The median: a cell whose measurement is far off says nothing of the others.
-        seen = [other for other in seen if self.seen[other]]
-        half = 0.5 * sum(map(self._trust, seen))
-        for other in sorted(seen, key=self.excess.__getitem__):
-            half -= self._trust(other)
+        # Of many that were seen long ago each may have been seen while the device was busy.
+        weights = {
+            other: self._trust(other) * 0.5 ** ((self._now - self._then[other]) / HALF_LIFE)
+            for other in seen
+            if self.seen[other]
+        }
+        half = 0.5 * sum(weights.values())
+        for other in sorted(weights, key=self.excess.__getitem__):
+            half -= weights[other]
             if half <= 0.0:
                 self.common = self.excess[other]
                 break

@@ -17,6 +17,7 @@ from nwor.engine.cuda_graphs import mixed as mixed_graphs
 from nwor.engine.cuda_graphs.draft import (
     NworDraftGraphManager,
     NworDraftPassesManager,
+    graph_numbers,
     request_sizes,
 )
 from nwor.engine.cuda_graphs.mixed_sizes import descriptors, graph_sizes
@@ -196,7 +197,7 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
                 mixed += [desc.num_tokens for desc in self._nwor_mixed_descs(trees=True)]
             windows = [size for size in mixed if size <= mixed_graphs.MOST_WINDOW_ROWS]
             taken += expected_bytes(windows, samples, 0)
-            passes = len(bounds.candidates) * len(manager._capture_descs.get(CUDAGraphMode.FULL, []))
+            passes = len(graph_numbers(bounds)) * len(manager._capture_descs.get(CUDAGraphMode.FULL, []))
             taken += passes * LEAST_GRAPH_BYTES
         if self._nwor_trees is not None:
             taken += self._nwor_trees.expected_bytes(graphs_measured=bounds is None)
