@@ -18,7 +18,7 @@ MOST_NODES = 63
 SMALLER = (15, 31)
 #: A smaller tree has at most this share of the nodes.
 MOST_SMALLER = 0.75
-#: Most rows of a step's trees together where the engine chooses: more are dear on any GPU.
+#: Most rows of a step's trees together where the engine chooses: on an H200 more never paid.
 MOST_ROWS = 512
 #: Depth where nobody gives one.
 DEFAULT_DEPTH = 6
@@ -102,6 +102,10 @@ class TreeShape:
         """Return how deep trees of so many draft tokens are: passes of the drafter, and most accepted."""
         less = self.size_of(drafts) - drafts
         return self._depths[less] if less < len(self._depths) else self.depth
+
+    def least_as_deep(self, drafts: int) -> int:
+        """Return the fewest draft tokens by which the engine chooses a tree that is as deep."""
+        return next(other for other in self.choices if self.depth_of(other) == self.depth_of(drafts))
 
     @property
     def longest_chain(self) -> int:

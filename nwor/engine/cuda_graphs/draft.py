@@ -209,21 +209,18 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
             self.graphs = stock
 
 
-def like(tree: TreeShape | None, number: int) -> int:
-    """Return the least number of draft tokens with the same passes: that for the most requests."""
-    if tree is None or not tree.is_tree(number):
-        return number
-    depth = tree.depth_of(number)
-    return next(other for other in tree.choices if tree.depth_of(other) == depth)
-
-
 def graph_numbers(bounds: DraftBounds) -> list[int]:
     """Return the numbers of draft tokens that the drafter's further passes have graphs for, ascending.
 
     Chains as long as a tree is deep are among them: more requests than may have trees have those.
     """
     longest = () if bounds.tree is None else (bounds.tree.depth,)
-    return sorted({like(bounds.tree, number) for number in (*bounds.candidates, *longest) if number > 1})
+    return sorted({_captured_as(bounds.tree, n) for n in (*bounds.candidates, *longest) if n > 1})
+
+
+def _captured_as(tree: TreeShape | None, number: int) -> int:
+    """Return the least number of draft tokens with the same passes: that for the most requests."""
+    return number if tree is None or not tree.is_tree(number) else tree.least_as_deep(number)
 
 
 class NworDraftPassesManager(SpeculatorCudaGraphManager):
@@ -233,7 +230,6 @@ class NworDraftPassesManager(SpeculatorCudaGraphManager):
     are equally deep have the same passes, whatever nodes are kept of them, and so one graph.
     """
 
-    graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
     _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
     _numbers: Sequence[int]
     _tree: TreeShape | None
@@ -259,7 +255,7 @@ class NworDraftPassesManager(SpeculatorCudaGraphManager):
         self, desc: BatchExecutionDescriptor, num_speculative_tokens: int
     ) -> BatchExecutionDescriptor:
         """Return the graph of so many draft tokens."""
-        return super().specialize_spec_tokens(desc, like(self._tree, num_speculative_tokens))
+        return super().specialize_spec_tokens(desc, _captured_as(self._tree, num_speculative_tokens))
 
     def _fits(self, desc: BatchExecutionDescriptor, number: int, sizes: Sequence[int]) -> bool:
         """Return whether batches of that size may have so many draft tokens: trees are for few requests."""

@@ -62,6 +62,7 @@ class DraftLengths:
         # Records, each with the number of draft tokens that the step before made.
         self._waiting: list[tuple[StepRecord, int]] = []
         self._made = 0
+        self._choices = self._choices_by_number()
         self._last = 0.0
         self._none_since: float | None = None
 
@@ -135,7 +136,8 @@ class DraftLengths:
                 if trees.any():
                     if not _attended(record.treatment):
                         continue
-                    drafts, accepted = self._trees_of(drafts[trees], made), accepted[trees]
+                    choices = self._choices.get(made, self._choices[0])
+                    drafts, accepted = choices[drafts[trees]], accepted[trees]
             first = int(drafts[0])
             if (drafts == first).all():
                 by_drafts.setdefault(first, []).append(accepted)
@@ -146,22 +148,22 @@ class DraftLengths:
             if count:
                 self.policy.observe(count, np.minimum(np.concatenate(parts), count))
 
-    def _trees_of(self, drafts: npt.NDArray[np.int32], made: int) -> npt.NDArray[np.int32]:
-        """Return the candidate of each window that is a tree, or what a bound or a budget left of one.
+    def _choices_by_number(self) -> dict[int, npt.NDArray[np.int32]]:
+        """Return int32 [nodes + 1] for each number that makes trees: the candidate of a window by its drafts.
 
-        Args:
-            drafts: [windows], their draft tokens.
-            made: those of the step that drafted: all its trees are equally deep.
-
+        All trees of a step are equally deep. A bound or a budget may leave a part of one: it counts as the
+        candidate of as many nodes or more. Under 0 stands what is taken where the number is not known.
         """
-        tree = self._tree
-        assert tree is not None
-        sizes = np.array(sorted({tree.size_of(count) for count in self.policy.trees}), _INT32)
-        found = sizes[np.searchsorted(sizes, drafts).clip(max=len(sizes) - 1)]
-        if made in self.policy.trees:
-            same = [count for count in self.policy.trees if tree.depth_of(count) == tree.depth_of(made)]
-            of_size = {tree.size_of(count): count for count in same}
-            found = np.array([of_size.get(size, made) for size in found.tolist()], _INT32)
+        tree, trees = self._tree, self.policy.trees
+        if tree is None:
+            return {}
+        sizes = sorted({tree.size_of(count) for count in trees})
+        found = {}
+        for made in (0, *trees):
+            depth = tree.depth_of(made) if made else tree.depth
+            as_deep = {tree.size_of(count): count for count in trees if tree.depth_of(count) == depth}
+            by_drafts = (next(size for size in sizes if drafts <= size) for drafts in range(tree.nodes + 1))
+            found[made] = np.array([as_deep.get(size, made or size) for size in by_drafts], _INT32)
         return found
 
     def observe_step(self, scheduled: Any, tokens: int, busy: bool) -> None:

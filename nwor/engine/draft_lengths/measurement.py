@@ -32,8 +32,8 @@ ROWS_CPU = (16, 64, 256)
 #: Steps before a measurement, and those that are measured in a row; of many requests, whose steps are longer.
 SETTLE, STEPS = 1, 3
 MANY, STEPS_OF_MANY = 16, 2
-#: Most rows of chains together: with more of them longer ones do not pay, however far they are accepted.
-MOST_ROWS = 1024
+#: Most rows of chains together: an H200 gains by longer ones only where nearly all of them are accepted.
+MOST_CHAIN_ROWS = 1024
 #: How often all is measured, one time after the other: the shortest time of each counts. Whatever else the
 #: device does makes steps longer, and may take a second.
 TIMES = 2
@@ -287,7 +287,7 @@ def _is_candidate(bounds: DraftBounds, requests: int, drafts: int) -> bool:
     tree = bounds.tree
     if tree is not None and tree.is_tree(drafts):
         return requests <= tree.most_requests(drafts)
-    return requests * (1 + drafts) <= MOST_ROWS or drafts == min(bounds.candidates)
+    return requests * (1 + drafts) <= MOST_CHAIN_ROWS or drafts == min(bounds.candidates)
 
 
 def without_spikes(table: Sequence[Sequence[float]], chains: int) -> tuple[tuple[float, ...], ...]:
