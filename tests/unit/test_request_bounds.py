@@ -253,11 +253,11 @@ def test_the_scheduler_cuts_placeholders_and_drafts(monkeypatch: pytest.MonkeyPa
 
 def test_a_request_that_needs_chains_beside_trees_has_them_and_no_answer_tells() -> None:
     bounds = RequestBounds(watch=True)
-    bounds.add("a", None, 6)
-    bounds.add("b", 2, 6)
-    assert [len(bounds.active["a"].cut([0] * drafts)) for drafts in (60, 16, 6, 4, 0)] == [6, 6, 6, 4, 0]
-    assert len(bounds.active["a"].cut([0] * 14, deep=4)) == 4
-    assert len(bounds.active["b"].cut([0] * 60)) == 2
+    bounds.add("a", None, chain=True)
+    bounds.add("b", 2, chain=True)
+    steps = ((60, 6), (16, 6), (14, 4), (6, None), (4, None), (0, None))
+    assert [len(bounds.active["a"].cut([0] * drafts, deep)) for drafts, deep in steps] == [6, 6, 4, 6, 4, 0]
+    assert len(bounds.active["b"].cut([0] * 60, 6)) == 2
     assert figures(bounds, "a") == figures(RequestBounds(), "a")
     assert figures(bounds, "b")[0] == 2
     bounds.end("a")

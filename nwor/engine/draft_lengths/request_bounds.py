@@ -49,7 +49,7 @@ class _Bound:
 
     Attributes:
         asked: most drafts of a window, as the request wants it; None where it wants nothing.
-        chain: most drafts of a window that has to be a chain though others are trees; None for no such.
+        chain: whether its windows have to be chains though others are trees.
         stopped: whether it drafts no longer, for want of accepted drafts.
         ever_stopped: whether it was at any time.
         waited: steps since its latest probing window.
@@ -60,7 +60,7 @@ class _Bound:
     """
 
     asked: int | None = None
-    chain: int | None = None
+    chain: bool = False
     stopped: bool = False
     ever_stopped: bool = False
     waited: int = 0
@@ -71,7 +71,7 @@ class _Bound:
     @property
     def bounds(self) -> bool:
         """Whether anything is bounded now."""
-        return self.stopped or self.asked is not None or self.chain is not None
+        return self.stopped or self.asked is not None or self.chain
 
     @property
     def told(self) -> bool:
@@ -87,8 +87,8 @@ class _Bound:
 
         """
         most = len(drafts) if self.asked is None else self.asked
-        if self.chain is not None:
-            most = min(most, self.chain, len(drafts) if deep is None else deep)
+        if self.chain and deep is not None:
+            most = min(most, deep)
         if self.stopped:
             self.waited += 1
             probes = self.trial > 0 or self.waited >= PROBE_EVERY
@@ -146,17 +146,17 @@ class RequestBounds:
             bound.stopped = False
             self._settle(request_id, bound)
 
-    def add(self, request_id: str, asked: int | None, chain: int | None = None) -> None:
+    def add(self, request_id: str, asked: int | None, chain: bool = False) -> None:
         """Take in a request, or what it asks for from now on.
 
         Args:
             request_id: its id.
             asked: most drafts of its windows; None where it wants no bound.
-            chain: likewise, where they have to be chains; None where they may be trees, or none are.
+            chain: whether they have to be chains though others are trees.
 
         """
         bound = self._bounds.get(request_id)
-        if bound is None and (asked is not None or chain is not None):
+        if bound is None and (asked is not None or chain):
             bound = self._bounds[request_id] = _Bound()
         if bound is not None:
             bound.asked, bound.chain = asked, chain
@@ -254,9 +254,9 @@ class BoundedDrafts(Scheduler):
     def add_request(self, request: Request) -> None:
         """Take in a request."""
         super().add_request(request)
-        chain = None
-        if self._nwor_tree is not None and needs_chain(request.sampling_params, self._nwor_processors):
-            chain = self._nwor_tree.depth
+        chain = self._nwor_tree is not None and bool(
+            needs_chain(request.sampling_params, self._nwor_processors)
+        )
         self._nwor_bounds.add(request.request_id, asked_bound(request), chain)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
