@@ -105,16 +105,25 @@ class SlotProbe(CopyWatch):
             wrong = (self._lines(layer.kv_cache, window) != self._wanted[name]).flatten(1).any(dim=1)
             seen["wrong"] += int(wrong[kept].sum())
 
-    def probe_drafter(self) -> dict[str, int]:
-        """Return what must be zero in the drafter's windows of grown trees whenever no step is under way.
+    def probe_drafter(self) -> dict[str, Any]:
+        """Return what the drafter's windows of grown trees hold between steps.
 
-        These are values that are no numbers, and semaphores of thread blocks that others have not waited for.
+        Returns:
+            ``not numbers`` of the batch's first window, which is never padding, and ``semaphores`` of thread
+            blocks that others have not waited for: both must be 0. ``windows``: all that hold what is no
+            number, as ranges of key and value.
+
         """
         growth = self.model_runner._nwor_trees._drafts.growth
         processors = torch.cuda.get_device_properties(0).multi_processor_count
-        found = {"not numbers": 0, "semaphores": 0}
+        found: dict[str, Any] = {"not numbers": 0, "semaphores": 0, "windows": []}
         for window in growth._windows if growth is not None else []:
-            found["not numbers"] += int(window._key.isnan().sum() + window._value.isnan().sum())
+            rows = window._parameters.max_query_len
+            for buffer in (window._key, window._value):
+                strange = buffer.isnan().flatten(1).any(1).unflatten(0, (-1, rows))
+                found["not numbers"] += int(strange[0].sum())
+                own = strange.any(1).nonzero().flatten().tolist()
+                found["windows"].append((own[0], own[-1], int(strange.sum())) if own else None)
             semaphores = window._workspace[: 4 * processors].view(torch.int32)
             found["semaphores"] += int(semaphores.count_nonzero())
         return found
