@@ -362,30 +362,43 @@ def serving_auto_acceptance() -> str:
 
 
 def serving_trees() -> str:
-    """What is chosen among none, chains and trees, beside stock's best chain."""
+    """What is chosen among none, chains and trees, beside stock's best chain of the same run."""
     results = HERE / "serving" / "results" / "h200-trees-default.json"
     document = json.loads(results.read_text("utf-8"))
     arm, rows = "auto-tree@60x8", []
-    (loads,) = serving_report.groups(document).values()
-    for load, records in loads.items():
-        stock = [name for name in serving_figures.arms(records) if name.startswith("stock")]
-        best = serving_figures.best_stock(records)
-        rates = (
-            f"{statistics.median(one['tokens_s'] for one in records if one['arm'] == name):.0f}"
-            for name in (best, arm)
-        )
-        rows.append(
-            [
-                f"{load[1:]} client" + ("s" if load != "c1" else ""),
-                ", ".join(sorted(name.partition("@")[2] or "4" for name in stock)),
-                best.partition("@")[2] or "4",
-                *rates,
-                str(serving_figures.compare(records, arm, best, "tokens_s")),
-                str(len({one["round"] for one in records})),
-                _both(records, "ttft_ms", 0.5, best, arm),
-            ]
-        )
-    heads = ("load", "numbers tried", "best", "tokens/s", "chosen", "chosen / best", "rounds")
+    for group, loads in serving_report.groups(document).items():
+        for load in sorted(loads, key=lambda load: int(load[1:])):
+            records = loads[load]
+            beside, tried, best = [], set(), set()
+            for run in {one["run"]: None for one in records}:
+                own = [one for one in records if one["run"] == run]
+                tried |= {name for name in serving_figures.arms(own) if name.startswith("stock")}
+                found = serving_figures.best_stock(own)
+                best.add(found)
+                beside += [
+                    {**one, "arm": "best" if one["arm"] == found else arm}
+                    for one in own
+                    if one["arm"] in (found, arm)
+                ]
+            rates = (
+                f"{statistics.median(one['tokens_s'] for one in beside if one['arm'] == name):.0f}"
+                for name in ("best", arm)
+            )
+            rows.append(
+                [
+                    group[1].upper(),
+                    f"{load[1:]} client" + ("s" if load != "c1" else ""),
+                    *(
+                        ", ".join(sorted(name.partition("@")[2] or "4" for name in some))
+                        for some in (tried, best)
+                    ),
+                    *rates,
+                    str(serving_figures.compare(beside, arm, "best", "tokens_s")),
+                    str(len({(one["run"], one["round"]) for one in beside})),
+                    _both(beside, "ttft_ms", 0.5, "best", arm),
+                ]
+            )
+    heads = ("model", "load", "numbers tried", "best", "tokens/s", "chosen", "chosen / best", "rounds")
     return _table(*heads, "first token, ms", rows=rows)
 
 

@@ -27,6 +27,8 @@ from nwor.config import DraftBounds
 ROOT = Path(__file__).resolve().parents[2]
 #: The models' name on every server.
 MODEL = "m"
+#: What a record keeps of the choice of draft tokens, as it stands after a load.
+_CHOICE = ("chosen", "requests", "milliseconds", "corrections", "extra_milliseconds", "prompt_factor")
 #: No request of these goes through a proxy.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -120,6 +122,11 @@ class Server:
         ]
         kept = ("enabled", "mode", "modes", "capture", "draft_tokens")
         return {key: told.get(key) for key in kept} | {"ranks": ranks}
+
+    def choice(self) -> list[dict[str, Any]]:
+        """Return by engine what a server that chooses its draft tokens goes by."""
+        engines = (self.state().get("draft_tokens") or {}).get("engines") or []
+        return [{key: engine.get(key) for key in _CHOICE} for engine in engines]
 
 
 def stock_command() -> list[str]:

@@ -166,6 +166,7 @@ class Session:
         grown = metrics.difference(before, server.settle(max(self.args.rest, 2 * step_log.FLUSH_SECONDS)))
         window = figures.pop("window")
         steps = step_log.summarize(step_log.read(server.steps, *window))
+        choice = {"choice": server.choice()} if arm.chosen else {}
         return {
             "run": self.run,
             "device": self.device,
@@ -181,6 +182,7 @@ class Session:
             **figures,
             "steps": steps,
             "counters": metrics.describe(grown),
+            **choice,
         }
 
     def _job(

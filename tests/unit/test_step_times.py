@@ -333,12 +333,12 @@ def test_what_prompts_add_is_corrected(wrong: float) -> None:
     rows, prompt = 64 * 3, 512
     true = costs.beside(rows, prompt) / wrong
     for _ in range(400):
-        times.observe_prompt(64, 2, prompt, 0.010 + true)
+        times.observe_prompts(1, 0.010 + true, 0.010, costs.beside(rows, prompt))
     assert times.beside(rows, prompt) == pytest.approx(true, rel=0.05)
     assert times.step(64, 2) == 0.010
     assert times.prompts == pytest.approx(1 / wrong, rel=0.05)
     for _ in range(400):
-        times.observe_prompt(64, 2, prompt, 0.001)  # no step at all
+        times.observe_prompts(1, 0.001, 0.010, costs.beside(rows, prompt))  # no step at all
     assert 0 < times.beside(rows, prompt) < true
 
 
@@ -355,7 +355,7 @@ def test_a_wrong_cost_of_prompts_does_not_hold_drafts_down(watched: bool) -> Non
         policy.take_costs(replace(true, row_seconds=(0.0048, 0.0048, 0.0048 + wrong * slope)))
         assert policy.times is not None
         if not watched:
-            policy.times.observe_prompt = lambda *_: None  # type: ignore[method-assign]
+            policy.times.observe_prompts = lambda *_: None  # type: ignore[method-assign]
         for _ in range(600):
             device.run(policy.choose, 32, 2, policy)
             drafts = policy.chosen

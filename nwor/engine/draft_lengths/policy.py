@@ -29,6 +29,7 @@ import numpy.typing as npt
 from nwor.config import DraftBounds
 from nwor.draft_costs import StepCosts
 from nwor.engine.draft_lengths.acceptance import AcceptanceEstimate
+from nwor.engine.draft_lengths.step_groups import StepGroups
 from nwor.engine.draft_lengths.step_times import StepTimes
 
 #: Steps between two looks at the choice while the number of requests stays about the same.
@@ -82,6 +83,7 @@ class DraftLengthPolicy:
         self.tree_acceptance = {k: AcceptanceEstimate(depth) for k in self.trees}
         self._size_acceptance = {size: AcceptanceEstimate(depth) for size in sorted({*self._sizes.values()})}
         self.times: StepTimes | None = None
+        self._groups: StepGroups | None = None
         self.chosen = bounds.fixed
         self.why = "the costs of steps are not known yet"
         self._prompts: deque[int] = deque(maxlen=PROMPTS)
@@ -113,6 +115,7 @@ class DraftLengthPolicy:
     def take_costs(self, costs: StepCosts) -> None:
         """Choose by these costs from now on."""
         self.times, self._until_look = StepTimes(costs), 0
+        self._groups = StepGroups(self.times)
 
     def choose(self, requests: int) -> int:
         """Return how many drafts the step under way makes for each request.
@@ -292,10 +295,8 @@ class DraftLengthPolicy:
         if prompt:
             self._mixed += 1.0
             self._prompts.append(prompt)
-            if seconds > 0 and self.times is not None and requests and self.times.knows(drafts):
-                self.times.observe_prompt(requests, drafts, prompt, seconds)
-        elif seconds > 0 and self.times is not None and requests and self.times.knows(drafts):
-            self.times.observe(requests, drafts, seconds)
+        if self._groups is not None:
+            self._groups.add(requests, drafts, prompt, seconds)
 
     def explain(self) -> dict[str, Any]:
         """Return what is chosen and why, as plain JSON values."""

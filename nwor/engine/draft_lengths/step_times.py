@@ -38,7 +38,7 @@ CHANGED = 3
 LEAST = 0.1
 #: Weight of a step in the factor of what prompts add, and bounds of the factor.
 PROMPT_WEIGHT, LEAST_FACTOR, MOST_FACTOR = 0.03, 0.1, 10.0
-#: Most seconds of a step with prompts, relative to what is expected.
+#: Most seconds of steps with prompts, relative to what was measured.
 MOST = 4.0
 
 
@@ -200,21 +200,19 @@ class StepTimes:
         """Return the seconds that a prompt of ``prompt`` rows adds to a step of ``rows`` others."""
         return self.costs.beside(rows, prompt) * self._prompts
 
-    def observe_prompt(self, requests: int, drafts: int, prompt: int, seconds: float) -> None:
-        """Take in how long a step took that had rows of prompts beside its windows.
+    def observe_prompts(self, steps: int, seconds: float, without: float, adds: float) -> None:
+        """Take in how long steps took of which some had rows of prompts beside their windows.
 
         Args:
-            requests: that verified.
-            drafts: that each verified, and that were made for each; one of those measured.
-            prompt: rows of prompts.
-            seconds: of the step.
+            steps: how many.
+            seconds: of all.
+            without: seconds that they would have taken without prompts.
+            adds: seconds that prompts add, as measured; above 0.
 
         """
-        adds, without = self.costs.beside(requests * (drafts + 1), prompt), self.step(requests, drafts)
-        if not isfinite(without) or not adds:
-            return
         seen = max(min(seconds, MOST * (without + adds)) - without, 0.0) / adds
-        self._prompts += PROMPT_WEIGHT * (min(seen, MOST_FACTOR) - self._prompts)
+        weight = 1.0 - (1.0 - PROMPT_WEIGHT) ** steps
+        self._prompts += weight * (min(seen, MOST_FACTOR) - self._prompts)
         self._prompts = max(self._prompts, LEAST_FACTOR)
 
     @property
