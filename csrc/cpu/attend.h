@@ -260,8 +260,13 @@ class Attention {
     const int64_t columns = whole_vectors(count);
     for (int64_t r = 0; r < item_.rows; ++r) {
       float* row = scratch_.scores + r * kTileTokens;
-      float maximum = scratch_.maximum[r];
-      for (int64_t j = 0; j < count; ++j) maximum = row[j] > maximum ? row[j] : maximum;
+      Vec largest = broadcast(scratch_.maximum[r]);
+      for (int64_t j = 0; j < columns; j += kWidth) {  // the scores behind `count` are -inf
+        const Vec some = load(row + j);
+        largest = some > largest ? some : largest;  // never NaN
+      }
+      float maximum = largest[0];
+      for (int i = 1; i < kWidth; ++i) maximum = largest[i] > maximum ? largest[i] : maximum;
       if (maximum == -kInfinity) {  // nothing visible so far, or NaN alone, which must not be lost
         for (int64_t j = 0; j < count; ++j)
           if (row[j] != row[j]) scratch_.maximum[r] = scratch_.sum[r] = row[j];

@@ -143,6 +143,32 @@ class PreparedCommit:
         self._device = device.index if device.type == "cuda" else -1
         self._launch = LIBRARIES.commit_entry(device)
 
+    def take(
+        self, slots: torch.Tensor, query_start_loc: torch.Tensor, source_index: torch.Tensor | None = None
+    ) -> None:
+        """Commit other windows from now on, of the same table.
+
+        Args:
+            slots: as for the constructor, like all that follow.
+            query_start_loc: likewise.
+            source_index: likewise.
+
+        Raises:
+            TypeError, ValueError: likewise.
+
+        """
+        call, table, *_, k_scales, v_scales, _ = self._kept
+        device = table.device
+        checks.vector("slots", slots, torch.int64, device)
+        checks.vector("query_start_loc", query_start_loc, torch.int32, device, at_least=1)
+        if source_index is not None:
+            checks.vector("source_index", source_index, torch.int32, device, size=slots.shape[0])
+        self._batch = query_start_loc.shape[0] - 1
+        call.slots, call.query_start_loc = slots.data_ptr(), query_start_loc.data_ptr()
+        call.source_index = None if source_index is None else source_index.data_ptr()
+        call.tokens, call.batch = slots.shape[0], self._batch
+        self._kept = (call, table, slots, query_start_loc, k_scales, v_scales, source_index)
+
     def __call__(self, rejected: torch.Tensor) -> None:
         """Commit; on CUDA on the current stream, without waiting. The current device must be the table's.
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from nwor.ops import checks
@@ -90,14 +92,36 @@ class LayerTables:
             sources: per layer key and value, [T, Hk, D], last dimension contiguous.
 
         """
-        rows: list[int] = []
-        fits = len(sources) == len(self._columns)
+        rows = self._rows(sources)
+        if rows is None:
+            return self._refused(sources)
+        return _upload([number for row in rows for number in row], self._device).view(-1, COLUMNS)
+
+    def refill(
+        self, table: npt.NDArray[np.int64], sources: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Put other sources into a table of the host's.
+
+        Args:
+            table: [L, 16], the memory of what :meth:`of` returned; written.
+            sources: as for :meth:`of`.
+
+        """
+        rows = self._rows(sources)
+        if rows is None:
+            self._refused(sources)
+        table[:] = rows
+
+    def _rows(self, sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[list[int]] | None:
+        """Return the numbers of each layer; None where a source does not fit."""
+        if len(sources) != len(self._columns):
+            return None
+        rows: list[list[int]] = []
         dtype, tokens = sources[0][0].dtype, sources[0][0].shape[0]
-        shape = (tokens, *self._heads)
-        for (key, value), columns in zip(sources, self._columns, strict=False):
+        fits, shape = dtype in checks.SOURCE_DTYPES, (tokens, *self._heads)
+        for (key, value), columns in zip(sources, self._columns, strict=True):
             if key.dim() != 3 or value.dim() != 3:
-                fits = False
-                break
+                return None
             key_token, key_head, key_element = key.stride()
             value_token, value_head, value_element = value.stride()
             fits &= (
@@ -109,12 +133,14 @@ class LayerTables:
                 and key.device == self._device
                 and value.device == self._device
             )
-            rows += (key.data_ptr(), value.data_ptr(), key_token, key_head, value_token, value_head)
-            rows += columns
-        if not fits or dtype not in checks.SOURCE_DTYPES:
-            keys, values = [key for key, _ in sources], [value for _, value in sources]
-            return make_layer_table(keys, values, *self._caches)  # says what is wrong
-        return _upload(rows, self._device).view(-1, COLUMNS)
+            sides = [key.data_ptr(), value.data_ptr(), key_token, key_head, value_token, value_head]
+            rows.append(sides + columns)
+        return rows if fits else None
+
+    def _refused(self, sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Say what is wrong with the sources."""
+        keys, values = [key for key, _ in sources], [value for _, value in sources]
+        return make_layer_table(keys, values, *self._caches)
 
 
 def make_cache_table(

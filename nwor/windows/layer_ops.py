@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from nwor import ops
@@ -42,6 +44,8 @@ class LayerGroupOps:
         self.k_scales = _stack([layer.k_scale for layer in layers])
         self.v_scales = _stack([layer.v_scale for layer in layers])
         self._tables = ops.LayerTables(self.key_caches, self.value_caches)
+        # On the host: the commit of the step before, and its table's memory.
+        self._own: tuple[ops.PreparedCommit, npt.NDArray[np.int64]] | None = None
         # Reads no source: serves the ops that only move bytes between cache and log.
         self.cache_table = ops.make_cache_table(self.key_caches, self.value_caches)
 
@@ -85,6 +89,33 @@ class LayerGroupOps:
             v_scales=self.v_scales,
             source_index=source_index,
         )
+
+    def commit_of_step(
+        self,
+        sources: Sequence[Source],
+        slots: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        source_index: torch.Tensor | None = None,
+    ) -> ops.PreparedCommit:
+        """Return the commit of windows whose places no other step has; to be called before the next is made.
+
+        Args:
+            sources: keys and values of each layer.
+            slots: as for :meth:`prepared`, like all that follow.
+            query_start_loc: likewise.
+            source_index: likewise.
+
+        """
+        if self._own is None:
+            table = self.source_table(sources)
+            prepared = self.prepared(table, slots, query_start_loc, source_index)
+            if table.is_cpu:
+                self._own = prepared, table.numpy()
+            return prepared
+        prepared, memory = self._own
+        self._tables.refill(memory, sources)
+        prepared.take(slots, query_start_loc, source_index)
+        return prepared
 
     def log(self, slots: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
         """Copy the old bytes of the draft slots of all layers aside and return them."""

@@ -124,3 +124,75 @@ def test_what_does_not_lie_in_the_cache_is_an_error_on_a_cpu() -> None:
     rejected[0] = -1
     with pytest.raises(RuntimeError, match="rejected_counts: element 0"):
         prepared(rejected)
+
+
+def _tables_of_others(inputs: SlotInputs) -> tuple[ops.LayerTables, torch.Tensor]:
+    """Return tables of the inputs' caches, and one of other sources in them."""
+    tables = ops.LayerTables(inputs.key_caches, inputs.value_caches)
+    others = [
+        (key.new_zeros((3, *key.shape[1:])), value.new_zeros((3, *value.shape[1:])))
+        for key, value in zip(inputs.keys, inputs.values, strict=True)
+    ]
+    return tables, tables.of(others)
+
+
+@pytest.mark.parametrize("case", SLOT_CASES, ids=str)
+def test_a_commit_of_other_windows_and_sources_becomes_these(case: SlotCase) -> None:
+    inputs = slot_inputs(case, torch.device("cpu"))
+    rejected = rejected_counts(inputs)
+    wanted = as_the_op_writes(case, inputs, rejected)
+    tables, table = _tables_of_others(inputs)
+    other = {
+        "slots": torch.tensor([2, 1, 0], dtype=torch.int64),
+        "query_start_loc": torch.tensor([0, 3], dtype=torch.int32),
+        "source_index": torch.tensor([0, 0, -1], dtype=torch.int32),
+    }
+    prepared = prepare(case, inputs, layer_table=table, **other)
+    tables.refill(table.numpy(), list(zip(inputs.keys, inputs.values, strict=True)))
+    assert torch.equal(
+        table, ops.make_layer_table(inputs.keys, inputs.values, inputs.key_caches, inputs.value_caches)
+    )
+    prepared.take(inputs.slots, inputs.query_start_loc)
+    prepared(rejected)
+    assert_equal(inputs, wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda key: key[..., :-1], "keys"),
+        (lambda key: key.double(), "keys"),
+        (lambda key: key.flatten(1), "keys"),
+        (lambda key: key[:-1], "keys"),
+        (lambda key: None, "key_caches|keys"),
+    ],
+)
+def test_sources_that_do_not_fit_leave_a_table_as_it_is(change: Any, what: str) -> None:
+    inputs = slot_inputs(SLOT, torch.device("cpu"))
+    tables, table = _tables_of_others(inputs)
+    before = table.clone()
+    sources = list(zip(inputs.keys, inputs.values, strict=True))
+    changed = change(sources[-1][0])
+    sources = sources[:-1] if changed is None else [*sources[:-1], (changed, sources[-1][1])]
+    with pytest.raises((TypeError, ValueError), match=what):
+        tables.refill(table.numpy(), sources)
+    assert torch.equal(table, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("slots", torch.zeros(3, dtype=torch.int32)),
+        ("query_start_loc", torch.zeros(0, dtype=torch.int32)),
+        ("source_index", torch.zeros(1, dtype=torch.int32)),
+    ],
+)
+def test_windows_that_do_not_fit_are_not_taken(name: str, wrong: torch.Tensor) -> None:
+    inputs = slot_inputs(SLOT, torch.device("cpu"))
+    rejected = rejected_counts(inputs)
+    wanted = as_the_op_writes(SLOT, inputs, rejected)
+    prepared = prepare(SLOT, inputs)
+    with pytest.raises((TypeError, ValueError), match=name):
+        prepared.take(**{"slots": inputs.slots, "query_start_loc": inputs.query_start_loc, name: wrong})
+    prepared(rejected)
+    assert_equal(inputs, wanted)
