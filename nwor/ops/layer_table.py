@@ -6,6 +6,7 @@ The columns are those of ``csrc/layer_table.h``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -92,10 +93,8 @@ class LayerTables:
             sources: per layer key and value, [T, Hk, D], last dimension contiguous.
 
         """
-        rows = self._rows(sources)
-        if rows is None:
-            return self._refused(sources)
-        return _upload([number for row in rows for number in row], self._device).view(-1, COLUMNS)
+        rows = [number for row in self._rows(sources) for number in row]
+        return _upload(rows, self._device).view(-1, COLUMNS)
 
     def refill(
         self, table: npt.NDArray[np.int64], sources: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -107,21 +106,18 @@ class LayerTables:
             sources: as for :meth:`of`.
 
         """
-        rows = self._rows(sources)
-        if rows is None:
-            self._refused(sources)
-        table[:] = rows
+        table[:] = self._rows(sources)
 
-    def _rows(self, sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[list[int]] | None:
-        """Return the numbers of each layer; None where a source does not fit."""
+    def _rows(self, sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[list[int]]:
+        """Return the numbers of each layer."""
         if len(sources) != len(self._columns):
-            return None
+            self._refuse(sources)
         rows: list[list[int]] = []
         dtype, tokens = sources[0][0].dtype, sources[0][0].shape[0]
         fits, shape = dtype in checks.SOURCE_DTYPES, (tokens, *self._heads)
         for (key, value), columns in zip(sources, self._columns, strict=True):
             if key.dim() != 3 or value.dim() != 3:
-                return None
+                self._refuse(sources)
             key_token, key_head, key_element = key.stride()
             value_token, value_head, value_element = value.stride()
             fits &= (
@@ -135,12 +131,14 @@ class LayerTables:
             )
             sides = [key.data_ptr(), value.data_ptr(), key_token, key_head, value_token, value_head]
             rows.append(sides + columns)
-        return rows if fits else None
+        if not fits:
+            self._refuse(sources)
+        return rows
 
-    def _refused(self, sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def _refuse(self, sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> NoReturn:
         """Say what is wrong with the sources."""
-        keys, values = [key for key, _ in sources], [value for _, value in sources]
-        return make_layer_table(keys, values, *self._caches)
+        make_layer_table([key for key, _ in sources], [value for _, value in sources], *self._caches)
+        raise ValueError("sources: do not fit the caches")
 
 
 def make_cache_table(
