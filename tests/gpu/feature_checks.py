@@ -102,7 +102,15 @@ def complete(
     return llm.generate(prompts, params or sampling(), use_tqdm=False, lora_request=lora)
 
 
-def observe(llm: Any, what: str, mode: str, run: Callable[[], list[Any]], *, watch: bool = False) -> Seen:
+def observe(
+    llm: Any,
+    what: str,
+    mode: str,
+    run: Callable[[], list[Any]],
+    *,
+    watch: bool = False,
+    shares: bool = False,
+) -> Seen:
     """Make a run in a mode and check what holds of every one.
 
     Args:
@@ -111,6 +119,8 @@ def observe(llm: Any, what: str, mode: str, run: Callable[[], list[Any]], *, wat
         mode: `off` or `stage`.
         run: the run; returns vLLM's outputs.
         watch: whether to look which cache slots each step changes.
+        shares: whether requests may read blocks that the same step fills. Full graphs of model runner V1 go
+            direct then.
 
     """
     what = f"{what} in {mode}{', watched' * watch}"
@@ -137,7 +147,10 @@ def observe(llm: Any, what: str, mode: str, run: Callable[[], list[Any]], *, wat
     print(what, {name: counts[name] for name in numbers}, slots or "")
     assert report["fault"] is None, f"{what}: {report['fault']}"
     assert report["unsupported"] is None, f"{what}: nothing is staged: {report['unsupported']}"
-    assert counts["direct_windows"] == {}, f"{what}: windows written directly: {counts['direct_windows']}"
+    direct = dict(counts["direct_windows"])
+    if shares and not llm.llm_engine.vllm_config.use_v2_model_runner:
+        assert direct.pop("graph", 0) <= counts["windows"] / 50, f"{what}: {counts['direct_windows']}"
+    assert direct == {}, f"{what}: windows written directly: {counts['direct_windows']}"
     assert counts["windows"] > 0, f"{what}: nothing was verified"
     assert counts["rejected_tokens"] > 0, f"{what}: no draft was rejected"
     kept = counts["first_tokens"] + counts["accepted_tokens"]
@@ -158,12 +171,12 @@ def observe(llm: Any, what: str, mode: str, run: Callable[[], list[Any]], *, wat
     return Seen(outputs, counts)
 
 
-def in_modes(llm: Any, what: str, run: Callable[[], list[Any]]) -> dict[str, Seen]:
+def in_modes(llm: Any, what: str, run: Callable[[], list[Any]], *, shares: bool = False) -> dict[str, Seen]:
     """Make a run in `off`, in `stage` and in `stage` with every slot watched ("watched")."""
     return {
         "off": observe(llm, what, "off", run),
-        "stage": observe(llm, what, "stage", run),
-        "watched": observe(llm, what, "stage", run, watch=True),
+        "stage": observe(llm, what, "stage", run, shares=shares),
+        "watched": observe(llm, what, "stage", run, watch=True, shares=shares),
     }
 
 
@@ -244,7 +257,7 @@ def check_several_answers(llm: Any) -> None:
         params = [sampling(temperature=0.8, n=3, seed=100 + i) for i in range(len(PROMPTS))]
         return complete(llm, params)
 
-    runs = in_modes(llm, "several answers", answers)
+    runs = in_modes(llm, "several answers", answers, shares=True)
     tokens = {
         name: [[tuple(choice.token_ids) for choice in output.outputs] for output in seen.outputs]
         for name, seen in runs.items()
