@@ -263,7 +263,7 @@ class Attention {
       Vec largest = broadcast(scratch_.maximum[r]);
       for (int64_t j = 0; j < columns; j += kWidth) {  // the scores behind `count` are -inf
         const Vec some = load(row + j);
-        largest = some > largest ? some : largest;  // never NaN
+        largest = some > largest ? some : largest;  // a score that is NaN is passed over
       }
       float maximum = largest[0];
       for (int i = 1; i < kWidth; ++i) maximum = largest[i] > maximum ? largest[i] : maximum;

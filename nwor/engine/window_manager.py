@@ -377,7 +377,7 @@ class WindowManager:
             check.report(self.state, sources, rejected)
         return plan
 
-    def finish_stock(self) -> StepPlan | None:
+    def finish_unopened(self) -> StepPlan | None:
         """Finish a step in which no batch was opened; return its plan as :meth:`finish` does."""
         plan, self.plan = self.plan, None
         return plan

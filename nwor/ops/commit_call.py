@@ -2,8 +2,8 @@
 
 ``commit_window`` is called with every layer's cache, which is what it declares as mutated and what costs its
 caller most. A commit of windows whose places stay the same, as under CUDA graphs, differs from the one before
-by its counts alone. The entry point takes the address of a block of arguments that is filled in once; its C
-side is ``csrc/commit_call.h``.
+by its counts alone; elsewhere the windows' places are given anew. The entry point takes the address of a
+block of arguments that is filled in once; its C side is ``csrc/commit_call.h``.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ class PreparedCommit:
         self._device = device.index if device.type == "cuda" else -1
         self._launch = LIBRARIES.commit_entry(device)
 
-    def take(
+    def retarget(
         self, slots: torch.Tensor, query_start_loc: torch.Tensor, source_index: torch.Tensor | None = None
     ) -> None:
-        """Commit other windows from now on, of the same table.
+        """Commit other windows from now on; the table's memory stays, whatever it holds by then.
 
         Args:
             slots: as for the constructor, like all that follow.

@@ -44,8 +44,10 @@ class LayerGroupOps:
         self.k_scales = _stack([layer.k_scale for layer in layers])
         self.v_scales = _stack([layer.v_scale for layer in layers])
         self._tables = ops.LayerTables(self.key_caches, self.value_caches)
-        # On the host: the commit of the step before, and its table's memory.
-        self._own: tuple[ops.PreparedCommit, npt.NDArray[np.int64]] | None = None
+        # On the host one table serves all steps, and one commit: its memory, and what is prepared for it.
+        self._step_table: torch.Tensor | None = None
+        self._step_memory: npt.NDArray[np.int64] | None = None
+        self._step_commit: ops.PreparedCommit | None = None
         # Reads no source: serves the ops that only move bytes between cache and log.
         self.cache_table = ops.make_cache_table(self.key_caches, self.value_caches)
 
@@ -62,6 +64,16 @@ class LayerGroupOps:
         """Return the layer table of ``sources``; it stays valid as long as their memory does."""
         return self._tables.of(sources)
 
+    def step_table(self, sources: Sequence[Source]) -> torch.Tensor:
+        """Return the layer table of ``sources``; on the host it is valid until this is called again."""
+        if self._step_table is not None and self._step_memory is not None:
+            self._tables.refill(self._step_memory, sources)
+            return self._step_table
+        table = self.source_table(sources)
+        if table.is_cpu:
+            self._step_table, self._step_memory = table, table.numpy()
+        return table
+
     def prepared(
         self,
         table: torch.Tensor,
@@ -71,14 +83,19 @@ class LayerGroupOps:
     ) -> ops.PreparedCommit:
         """Return the commit of these windows: called with the rejected counts, one launch for all layers.
 
+        That of :meth:`step_table` on the host is one object, which the next such call changes.
+
         Args:
-            table: what :meth:`source_table` returned.
+            table: what :meth:`source_table` or :meth:`step_table` returned.
             slots: int64 [tokens].
             query_start_loc: int32 [requests + 1].
             source_index: int32 [tokens]: the row that each slot gets; None where each gets its own.
 
         """
-        return ops.PreparedCommit(
+        if table is self._step_table and self._step_commit is not None:
+            self._step_commit.retarget(slots, query_start_loc, source_index)
+            return self._step_commit
+        commit = ops.PreparedCommit(
             table,
             slots,
             query_start_loc,
@@ -89,33 +106,9 @@ class LayerGroupOps:
             v_scales=self.v_scales,
             source_index=source_index,
         )
-
-    def commit_of_step(
-        self,
-        sources: Sequence[Source],
-        slots: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        source_index: torch.Tensor | None = None,
-    ) -> ops.PreparedCommit:
-        """Return the commit of windows whose places no other step has; to be called before the next is made.
-
-        Args:
-            sources: keys and values of each layer.
-            slots: as for :meth:`prepared`, like all that follow.
-            query_start_loc: likewise.
-            source_index: likewise.
-
-        """
-        if self._own is None:
-            table = self.source_table(sources)
-            prepared = self.prepared(table, slots, query_start_loc, source_index)
-            if table.is_cpu:
-                self._own = prepared, table.numpy()
-            return prepared
-        prepared, memory = self._own
-        self._tables.refill(memory, sources)
-        prepared.take(slots, query_start_loc, source_index)
-        return prepared
+        if table is self._step_table:
+            self._step_commit = commit
+        return commit
 
     def log(self, slots: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
         """Copy the old bytes of the draft slots of all layers aside and return them."""

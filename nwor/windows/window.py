@@ -229,7 +229,7 @@ class Window:
         """Return the commits of the open batch; those of a captured graph's are prepared once."""
         tables = self._tables
         if not tables:
-            return self._commits_of_step(batch)
+            return self._prepare(batch, self._step_tables())
         known = self._prepared.get(id(batch))
         if known is None or known[0] is not batch or known[1] is not tables:
             if len(self._prepared) >= _MOST_PREPARED:
@@ -238,27 +238,10 @@ class Window:
         self._latest = known
         return known[2]
 
-    def _commits_of_step(self, batch: WindowBatch) -> list[PreparedCommit]:
-        """Return the commits of a batch that no captured graph made."""
-        self._require_all(self._sources)
-        index = self._source_index(batch)
-        return [
-            group_ops.commit_of_step(
-                [self._sources[layer.name] for layer in group.layers],
-                batch.slots[group.slot_key],
-                batch.query_start_loc,
-                index,
-            )
-            for group, group_ops in zip(self.groups, self._ops, strict=True)
-        ]
-
-    def _source_index(self, batch: WindowBatch) -> torch.Tensor | None:
-        return None if self.source_rows is None else self.source_rows[: batch.num_tokens]
-
     def _prepare(self, batch: WindowBatch, tables: Sequence[torch.Tensor]) -> list[PreparedCommit]:
-        index = self._source_index(batch)
+        sources = None if self.source_rows is None else self.source_rows[: batch.num_tokens]
         return [
-            group_ops.prepared(table, batch.slots[group.slot_key], batch.query_start_loc, index)
+            group_ops.prepared(table, batch.slots[group.slot_key], batch.query_start_loc, sources)
             for group, group_ops, table in zip(self.groups, self._ops, tables, strict=True)
         ]
 
@@ -345,6 +328,14 @@ class Window:
             group_ops.source_table([sources[layer.name] for layer in group.layers])
             for group, group_ops in zip(self.groups, self._ops, strict=True)
         )
+
+    def _step_tables(self) -> list[torch.Tensor]:
+        """Return the tables of the open batch's sources, which no later step uses."""
+        self._require_all(self._sources)
+        return [
+            group_ops.step_table([self._sources[layer.name] for layer in group.layers])
+            for group, group_ops in zip(self.groups, self._ops, strict=True)
+        ]
 
     def finish_direct(self, *, sampled: bool = False) -> None:
         """Fall back for the open batch: write in full what was staged, and let later layers write directly.

@@ -152,7 +152,7 @@ def test_a_commit_of_other_windows_and_sources_becomes_these(case: SlotCase) -> 
     assert torch.equal(
         table, ops.make_layer_table(inputs.keys, inputs.values, inputs.key_caches, inputs.value_caches)
     )
-    prepared.take(inputs.slots, inputs.query_start_loc)
+    prepared.retarget(inputs.slots, inputs.query_start_loc)
     prepared(rejected)
     assert_equal(inputs, wanted)
 
@@ -187,12 +187,12 @@ def test_sources_that_do_not_fit_leave_a_table_as_it_is(change: Any, what: str) 
         ("source_index", torch.zeros(1, dtype=torch.int32)),
     ],
 )
-def test_windows_that_do_not_fit_are_not_taken(name: str, wrong: torch.Tensor) -> None:
+def test_windows_that_do_not_fit_are_refused(name: str, wrong: torch.Tensor) -> None:
     inputs = slot_inputs(SLOT, torch.device("cpu"))
     rejected = rejected_counts(inputs)
     wanted = as_the_op_writes(SLOT, inputs, rejected)
     prepared = prepare(SLOT, inputs)
     with pytest.raises((TypeError, ValueError), match=name):
-        prepared.take(**{"slots": inputs.slots, "query_start_loc": inputs.query_start_loc, name: wrong})
+        prepared.retarget(**{"slots": inputs.slots, "query_start_loc": inputs.query_start_loc, name: wrong})
     prepared(rejected)
     assert_equal(inputs, wanted)

@@ -1,4 +1,8 @@
-"""Which steps' seconds say what a step costs: time that is moved between neighbours changes nothing."""
+"""Which steps' seconds say what a step costs: time that is moved between neighbours changes nothing.
+
+Coverage: steps for themselves and in groups; what ends a group; groups where nothing counts for itself. The
+choice of draft tokens under mixes of steps with prompts, by wrong measurements, beside the best fixed number.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,12 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
+from nwor.config import DraftBounds
 from nwor.draft_costs import StepCosts
+from nwor.engine.draft_lengths.policy import DraftLengthPolicy
 from nwor.engine.draft_lengths.step_groups import MOST_STEPS, StepGroups
 from nwor.engine.draft_lengths.step_times import StepTimes
 
@@ -46,7 +53,7 @@ def test_steps_count_for_themselves_between_others_without_prompts() -> None:
 @pytest.mark.parametrize("forward", [True, False])
 def test_moved_time_changes_nothing(forward: bool) -> None:
     random = Random(3)
-    prompts = [random.choice([0, 0, 0, 0, 0, 0, 500, 900]) for _ in range(4000)]
+    prompts = [0] * 4 + [random.choice([0, 0, 0, 0, 0, 0, 500, 900]) for _ in range(4000)]
     true = [PURE + 1.3 * ROW * prompt for prompt in prompts]
     shown = list(true)
     pairs = (
@@ -66,18 +73,34 @@ def test_moved_time_changes_nothing(forward: bool) -> None:
         assert (seconds - without) / adds == pytest.approx(1.3)
 
 
-def test_a_step_whose_seconds_are_not_known_spoils_its_group_alone() -> None:
+def test_a_step_whose_seconds_are_not_known_is_nobodys_neighbour() -> None:
     seen = Seen()
     seen.run([(0, 1.0), (400, 0.0), (0, 2.0), (0, 3.0), (0, 4.0), (400, 5.0), (0, 6.0), (0, 7.0)])
-    assert seen.pure == [3.0]
+    assert seen.pure == [1.0, 2.0, 3.0]
     assert [(steps, seconds) for steps, seconds, *_ in seen.groups] == [(3, 4.0 + 5.0 + 6.0)]
+
+
+def test_a_step_whose_seconds_are_not_known_ends_a_group() -> None:
+    seen = Seen()
+    seen.run([(0, 1.0), (0, 1.0), (400, 2.0), (400, 3.0), (400, 0.0), (400, 4.0), (0, 0.0), (0, 1.0)])
+    assert [(steps, seconds) for steps, seconds, *_ in seen.groups] == [(3, 1.0 + 2.0 + 3.0), (1, 4.0)]
 
 
 def test_prompts_in_every_step_are_added_up_in_parts() -> None:
     seen = Seen()
-    seen.run([(400, 0.02)] * (2 * MOST_STEPS + 1))
+    seen.run([(400, 0.022)] * (2 * MOST_STEPS + 1))
     assert [group[0] for group in seen.groups] == [MOST_STEPS, MOST_STEPS]
-    assert not seen.pure
+    # 10 ms and what prompts add, 10 ms as well, took 2 ms longer: prompts do.
+    assert seen.pure == pytest.approx([PURE, PURE])
+    _, seconds, without, adds = seen.groups[-1]
+    assert (seconds - without) / adds == pytest.approx(1.2)
+
+
+def test_behind_a_group_that_was_too_long_nothing_counts_for_itself() -> None:
+    seen = Seen()
+    seen.run([(0, PURE)] * 2 + [(400, 0.02)] * MOST_STEPS + [(0, 99.0), (0, PURE), (0, PURE)])
+    assert max(seen.pure) == PURE
+    assert sum(group[1] for group in seen.groups) > 99.0
 
 
 @pytest.mark.parametrize("odd", [{"requests": 0}, {"drafts": 5}])
@@ -88,3 +111,54 @@ def test_steps_that_were_not_measured_say_nothing(odd: dict[str, Any]) -> None:
         groups.add(**({"requests": 64, "drafts": 2, "prompt": prompt, "seconds": 0.01} | odd))
     assert not seen.pure
     assert not seen.groups
+
+
+#: Requests of the simulated engine, rows of a prompt, and how often drafts up to a position are accepted.
+REQUESTS, PROMPT, ACCEPTED = 64, 400, np.array([0.8, 0.64, 0.5, 0.4])
+BOUNDS = DraftBounds.parse("auto:0-4")
+
+
+def _true(requests: int, drafts: int) -> float:
+    """Return a step's seconds: memory bounds it, then its rows do."""
+    return max(0.005, 0.0036 + 27e-6 * requests * (drafts + 1)) + 0.0006 * drafts
+
+
+def _measured(too_dear: float) -> StepCosts:
+    """Return a measurement that has every step with drafts too dear."""
+    requests = (1, 16, 32, 64, 128)
+    seconds = tuple(
+        tuple(_true(some, k) * (too_dear if k else 1.0) for k in BOUNDS.candidates) for some in requests
+    )
+    return StepCosts(requests, BOUNDS.candidates, seconds, (64, 1024), (0.005, 0.005 + 960 * ROW))
+
+
+def _rate(policy: DraftLengthPolicy | None, drafts: int, share: float, steps: int, moved: float) -> float:
+    """Return the tokens a second of an engine of which so many steps have prompts."""
+    random, made, tokens, seconds, carried = np.random.default_rng(5), drafts, 0, 0.0, 0.0
+    for _ in range(steps):
+        chosen = drafts if policy is None else policy.choose(REQUESTS)
+        prompt = PROMPT if random.random() < share else 0
+        took = _true(REQUESTS, made) + ROW * prompt
+        accepted = (random.random((REQUESTS, 1)) < ACCEPTED[None, :made]).sum(1).astype(np.int32)
+        tokens, seconds = tokens + REQUESTS + int(accepted.sum()), seconds + took
+        leaves = moved * took if prompt else 0.0
+        shown, carried = took + carried - leaves, leaves
+        if policy is not None:
+            if made:
+                policy.observe(made, accepted)
+            policy.observe_step(REQUESTS, made, prompt, REQUESTS, shown if made == chosen else 0.0)
+        made = chosen
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize(("too_dear", "moved"), [(1.0, 0.3), (1.5, 0.0), (1.5, 0.2)])
+def test_a_choice_by_wrong_costs_gets_near_the_best_under_every_mix(
+    share: float, too_dear: float, moved: float
+) -> None:
+    best = max(_rate(None, drafts, share, 600, 0.0) for drafts in BOUNDS.candidates)
+    policy = DraftLengthPolicy(BOUNDS)
+    policy.take_costs(_measured(too_dear))
+    _rate(policy, 0, share, 1500, moved)
+    found = _rate(policy, policy.chosen, share, 1500, moved) / best
+    assert found > 0.8, found
