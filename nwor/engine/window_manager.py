@@ -377,16 +377,6 @@ class WindowManager:
             check.report(self.state, sources, rejected)
         return plan
 
-    def finish_unopened(self) -> StepPlan | None:
-        """Finish a step in which no batch was opened; return its plan as :meth:`finish` does."""
-        plan, self.plan = self.plan, None
-        return plan
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a batch is open."""
-        return self.window is not None and self.window.batch is not None
-
     def _settle_faults(self, plan: StepPlan, window: Window) -> None:
         if plan.faulty and window.staging:
             window.finish_direct(sampled=True)  # staged for the sake of the graphs alone

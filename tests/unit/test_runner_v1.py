@@ -206,22 +206,6 @@ def test_a_failing_commit_writes_directly_and_turns_nwor_off(toy, monkeypatch, f
     assert "no launch" in (toy.window_manager.state.fault or "")
 
 
-def test_nothing_is_counted_on_the_device_where_nothing_is_to_be_committed(toy, monkeypatch):
-    def uncalled(*args: Any) -> None:
-        raise AssertionError("no batch is open")
-
-    monkeypatch.setattr(runner_v1, "rejected_drafts", uncalled)
-    toy.window_manager.state.switch(Mode.OFF)
-    runner = Runner(toy, ahead=False)
-    runner.execute_model(_step())
-    record = record_of(runner.sample_tokens(None))
-    assert runner.seen_by_drafter == list(range(11))
-    assert record is not None
-    assert record.windows["a"] == ("off", "", 3, 1)
-    assert toy.window_manager.state.mode is Mode.OFF
-    assert toy.window_manager.state.fault is None
-
-
 class ToyBatch:
     """As much of vLLM's persistent batch as its reordering touches."""
 

@@ -83,9 +83,7 @@ class NworRunnerV1(NworRunner, IsolatingRunnerV1):
     ) -> SamplerOutput:
         output = super()._sample(logits, spec_decode_metadata)
         plan = self.nwor.plan
-        if plan is not None and not self.nwor.is_open:
-            self._nwor_finished = self.nwor.finish_unopened()
-        elif plan is not None:
+        if plan is not None:
             vocabulary = self.input_batch.vocab_size
             self._nwor_finished = plan
             try:
