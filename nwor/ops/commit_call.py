@@ -79,7 +79,7 @@ class PreparedCommit:
 
     """
 
-    __slots__ = ("_address", "_batch", "_device", "_kept", "_launch")
+    __slots__ = ("_address", "_batch", "_call", "_device", "_kept", "_launch", "_windows")
 
     def __init__(
         self,
@@ -104,10 +104,6 @@ class PreparedCommit:
         checks.shape("layer_table", layer_table, (layers, COLUMNS))
         if not layer_table.is_contiguous():
             raise ValueError(f"layer_table: strides are {list(layer_table.stride())}, wanted [{COLUMNS}, 1]")
-        checks.vector("slots", slots, torch.int64, device)
-        checks.vector("query_start_loc", query_start_loc, torch.int32, device, at_least=1)
-        if source_index is not None:
-            checks.vector("source_index", source_index, torch.int32, device, size=slots.shape[0])
         if source_dtype not in _SOURCES:
             raise TypeError(f"source_dtype: is {source_dtype}, wanted float32, float16 or bfloat16")
         checks.cache_dtype("kv_cache_dtype", kv_cache_dtype, source_dtype)
@@ -118,17 +114,11 @@ class PreparedCommit:
         shapes = ((layers,), (layers, 1), (layers, num_kv_heads))
         checks.scales("k_scales", k_scales, device, shapes)
         checks.scales("v_scales", v_scales, device, shapes)
-        self._batch = query_start_loc.shape[0] - 1
         call = _CommitCall(
             table=layer_table.data_ptr(),
-            slots=slots.data_ptr(),
-            query_start_loc=query_start_loc.data_ptr(),
-            source_index=None if source_index is None else source_index.data_ptr(),
             k_scales=None if k_scales is None else k_scales.data_ptr(),
             v_scales=None if v_scales is None else v_scales.data_ptr(),
             layers=layers,
-            tokens=slots.shape[0],
-            batch=self._batch,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             block_size=block_size,
@@ -139,7 +129,8 @@ class PreparedCommit:
             cache=_CACHES[kv_cache_dtype],
         )
         self._address = ctypes.addressof(call)
-        self._kept = (call, layer_table, slots, query_start_loc, k_scales, v_scales, source_index)
+        self._call, self._kept = call, (layer_table, k_scales, v_scales)
+        self.retarget(slots, query_start_loc, source_index)
         self._device = device.index if device.type == "cuda" else -1
         self._launch = LIBRARIES.commit_entry(device)
 
@@ -157,8 +148,7 @@ class PreparedCommit:
             TypeError, ValueError: likewise.
 
         """
-        call, table, *_, k_scales, v_scales, _ = self._kept
-        device = table.device
+        call, device = self._call, self._kept[0].device
         checks.vector("slots", slots, torch.int64, device)
         checks.vector("query_start_loc", query_start_loc, torch.int32, device, at_least=1)
         if source_index is not None:
@@ -167,7 +157,7 @@ class PreparedCommit:
         call.slots, call.query_start_loc = slots.data_ptr(), query_start_loc.data_ptr()
         call.source_index = None if source_index is None else source_index.data_ptr()
         call.tokens, call.batch = slots.shape[0], self._batch
-        self._kept = (call, table, slots, query_start_loc, k_scales, v_scales, source_index)
+        self._windows = slots, query_start_loc, source_index
 
     def __call__(self, rejected: torch.Tensor) -> None:
         """Commit; on CUDA on the current stream, without waiting. The current device must be the table's.

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from nwor.ops import checks
@@ -96,17 +94,15 @@ class LayerTables:
         rows = [number for row in self._rows(sources) for number in row]
         return _upload(rows, self._device).view(-1, COLUMNS)
 
-    def refill(
-        self, table: npt.NDArray[np.int64], sources: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
+    def refill(self, table: torch.Tensor, sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Put other sources into a table of the host's.
 
         Args:
-            table: [L, 16], the memory of what :meth:`of` returned; written.
+            table: [L, 16], what :meth:`of` returned; written.
             sources: as for :meth:`of`.
 
         """
-        table[:] = self._rows(sources)
+        table.numpy()[:] = self._rows(sources)
 
     def _rows(self, sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[list[int]]:
         """Return the numbers of each layer."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from nwor import ops
@@ -44,9 +42,8 @@ class LayerGroupOps:
         self.k_scales = _stack([layer.k_scale for layer in layers])
         self.v_scales = _stack([layer.v_scale for layer in layers])
         self._tables = ops.LayerTables(self.key_caches, self.value_caches)
-        # On the host one table serves all steps, and one commit: its memory, and what is prepared for it.
+        # On the host one table serves all steps, and one commit.
         self._step_table: torch.Tensor | None = None
-        self._step_memory: npt.NDArray[np.int64] | None = None
         self._step_commit: ops.PreparedCommit | None = None
         # Reads no source: serves the ops that only move bytes between cache and log.
         self.cache_table = ops.make_cache_table(self.key_caches, self.value_caches)
@@ -66,12 +63,12 @@ class LayerGroupOps:
 
     def step_table(self, sources: Sequence[Source]) -> torch.Tensor:
         """Return the layer table of ``sources``; on the host it is valid until this is called again."""
-        if self._step_table is not None and self._step_memory is not None:
-            self._tables.refill(self._step_memory, sources)
+        if self._step_table is not None:
+            self._tables.refill(self._step_table, sources)
             return self._step_table
         table = self.source_table(sources)
         if table.is_cpu:
-            self._step_table, self._step_memory = table, table.numpy()
+            self._step_table = table
         return table
 
     def prepared(

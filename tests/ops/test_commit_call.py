@@ -148,7 +148,7 @@ def test_a_commit_of_other_windows_and_sources_becomes_these(case: SlotCase) -> 
         "source_index": torch.tensor([0, 0, -1], dtype=torch.int32),
     }
     prepared = prepare(case, inputs, layer_table=table, **other)
-    tables.refill(table.numpy(), list(zip(inputs.keys, inputs.values, strict=True)))
+    tables.refill(table, list(zip(inputs.keys, inputs.values, strict=True)))
     assert torch.equal(
         table, ops.make_layer_table(inputs.keys, inputs.values, inputs.key_caches, inputs.value_caches)
     )
@@ -175,7 +175,7 @@ def test_sources_that_do_not_fit_leave_a_table_as_it_is(change: Any, what: str) 
     changed = change(sources[-1][0])
     sources = sources[:-1] if changed is None else [*sources[:-1], (changed, sources[-1][1])]
     with pytest.raises((TypeError, ValueError), match=what):
-        tables.refill(table.numpy(), sources)
+        tables.refill(table, sources)
     assert torch.equal(table, before)
 
 
