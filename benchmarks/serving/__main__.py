@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.engine import shapes
 from benchmarks.serving import models, plan, results, servers
+from benchmarks.serving.models import OWN
 from benchmarks.serving.session import Session
 
 
@@ -34,7 +35,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--lengths", default="512/256", help="medians of prompts and answers, several by commas"
     )
     parser.add_argument(
-        "--acceptance", default="heads", help="heads, a name in curves.json, a number for each draft, or own"
+        "--acceptance",
+        default="heads",
+        help="heads, a name in curves.json, a number for each draft, or own; several share the time",
     )
     parser.add_argument("--k", type=int, default=4, help="draft tokens of arms without one of their own")
     parser.add_argument("--shared", type=float, default=0.0, help="share of prompts with a common prefix")
@@ -54,6 +57,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--capture-sizes", default="", help="sizes of CUDA graphs, for a faster start")
     parser.add_argument(
         "--flag", action="append", default=[], help="one more flag for every server, as --flag=--x=y"
+    )
+    parser.add_argument(
+        "--nwor-flag", action="append", default=[], help="one more flag for NWOR's servers alone"
     )
     parser.add_argument("--no-step-log", action="store_true", help="without figures of single steps")
     parser.add_argument("--start-seconds", type=float, default=330.0, help="that servers may take to start")
@@ -80,9 +86,17 @@ def _check(args: argparse.Namespace) -> None:
     if any(load.clients > args.max_seqs for load in args.loads):
         raise ValueError(f"more clients than --max-seqs {args.max_seqs}: they would wait in the queue")
     args.lengths = [plan.parse_lengths(text, args.max_len) for text in args.lengths.split(",")]
-    models.rates(args.acceptance, args.k)
-    for arm in args.arms:
-        models.tree_rates(args.acceptance, arm)
+    args.acceptances = args.acceptance.split(",")
+    for acceptance in args.acceptances:
+        models.rates(acceptance, args.k)
+        for arm in args.arms:
+            models.tree_rates(acceptance, arm)
+    if len(args.acceptances) > 1 and (
+        OWN in args.acceptances or any(arm.tree is not None for arm in args.arms)
+    ):
+        raise ValueError(
+            "several values of --acceptance: neither own nor trees can be changed while servers run"
+        )
     args.scale = args.scale or {"1b": 2.0}.get(args.shape, 1.0)
 
 
@@ -116,7 +130,7 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     machine = results.machine()
     device = "cuda" if results.gpu() else "cpu"
-    if device == "cpu" and args.acceptance != "own":
+    if device == "cpu" and args.acceptances != [OWN]:
         print("vLLM has no synthetic acceptance on CPUs: add --acceptance own", file=sys.stderr)
         return 2
     folder = Path(tempfile.mkdtemp(prefix="nwor-serving-"))
@@ -127,17 +141,22 @@ def main(argv: list[str]) -> int:
         arm.server: servers.command(
             arm.server,
             target,
-            models.speculation(draft, method, arm, args.acceptance, args.max_seqs),
-            common,
+            models.speculation(draft, method, arm, args.acceptances[0], args.max_seqs),
+            [*common, *([] if arm.mode == plan.STOCK else args.nwor_flag)],
             modes,
             arm,
-            models.tree_rates(args.acceptance, arm),
+            models.tree_rates(args.acceptances[0], arm),
         )
         for arm in args.arms
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with servers.running(
-        commands, folder, args.out.with_suffix(""), args.start_seconds, not args.no_step_log
+        commands,
+        folder,
+        args.out.with_suffix(""),
+        args.start_seconds,
+        not args.no_step_log,
+        len(args.acceptances) > 1,
     ) as up:
         session = Session(args, machine, common, up, folder, began)
         try:

@@ -17,6 +17,8 @@ from nwor.tree_shape import schedule
 HEADS = (0.73, 0.52, 0.35, 0.24)
 #: Acceptance that was measured, by name: chains by position, and trees of each shape by depth.
 CURVES = Path(__file__).with_name("curves.json")
+#: What the model and its head really accept.
+OWN = "own"
 DEMO = "demo"
 #: The demo model's longest sequence.
 DEMO_LEN = 2048
@@ -37,7 +39,7 @@ def tree_rates(acceptance: str, arm: Arm) -> list[float] | list[list[float]] | N
         ValueError: if nobody knows how a tree of this shape is accepted.
 
     """
-    if arm.tree is None or acceptance == "own":
+    if arm.tree is None or acceptance == OWN:
         return None
     shape = arm.name.partition("@")[2]
     known: dict[str, list[float]] = _curves().get(acceptance, {}).get("trees", {})
@@ -72,7 +74,7 @@ def rates(acceptance: str, k: int) -> list[float] | None:
         ValueError: if ``acceptance`` is none of these.
 
     """
-    if acceptance == "own":
+    if acceptance == OWN:
         return None
     curve = HEADS if acceptance == "heads" else _curves().get(acceptance, {}).get("chain")
     if curve is not None:

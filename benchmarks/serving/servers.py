@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving import metrics, step_log
+from benchmarks.serving import metrics, rates_plugin, step_log
 from benchmarks.serving.client import HOST
 from benchmarks.serving.plan import STOCK, Arm
 from nwor.config import DraftBounds
@@ -108,6 +108,15 @@ class Server:
             raise RuntimeError(f"{self.name} is in mode {told['new']}, not {arm.mode}")
         self.mode = arm.mode
 
+    def accept(self, rates: Sequence[float]) -> None:
+        """Go on with other synthetic acceptance, as :func:`benchmarks.serving.models.rates` has it."""
+        body = json.dumps({"method": rates_plugin.METHOD, "args": [list(rates)]}).encode()
+        request = urllib.request.Request(
+            f"{self.url}/collective_rpc", body, {"Content-Type": "application/json"}
+        )
+        with _DIRECT.open(request, timeout=60):
+            pass
+
     def state(self) -> dict[str, Any]:
         """Return what the admin API says of NWOR; empty for stock."""
         if not self.key:
@@ -182,14 +191,24 @@ def command(
     return result
 
 
-def environment(name: str, key: str, steps: Path | None, plugins: Path | None) -> dict[str, str]:
-    """Return a server's environment."""
+def environment(name: str, key: str, steps: Path | None, plugins: Path, calls: bool) -> dict[str, str]:
+    """Return a server's environment.
+
+    Args:
+        name: of the server.
+        key: of its admin API.
+        steps: its step log; None for none.
+        plugins: folder of the benchmark's plugins.
+        calls: whether workers' methods may be called over HTTP.
+
+    """
     result = dict(os.environ)
     result |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    paths = [str(ROOT), *filter(None, [result.get("PYTHONPATH")])]
-    if steps is not None and plugins is not None:
-        paths.insert(0, str(plugins))
+    paths = [str(plugins), str(ROOT), *filter(None, [result.get("PYTHONPATH")])]
+    if steps is not None:
         result[step_log.VARIABLE] = str(steps)
+    if calls:
+        result["VLLM_SERVER_DEV_MODE"] = "1"
     result["PYTHONPATH"] = os.pathsep.join(paths)
     result.pop("NWOR_DISABLE", None)
     if name.startswith(STOCK):
@@ -208,7 +227,12 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def running(
-    commands: Mapping[str, Sequence[str]], folder: Path, logs: Path, seconds: float, with_steps: bool
+    commands: Mapping[str, Sequence[str]],
+    folder: Path,
+    logs: Path,
+    seconds: float,
+    with_steps: bool,
+    calls: bool = False,
 ) -> Iterator[dict[str, Server]]:
     """Start servers at the same time, wait until all answer, and stop them at the end.
 
@@ -218,12 +242,13 @@ def running(
         logs: beginning of the log files' names.
         seconds: that a start may take.
         with_steps: whether each writes a step log.
+        calls: whether workers' methods may be called over HTTP.
 
     Raises:
         RuntimeError: if one does not start; the end of its log is in the message.
 
     """
-    plugins = step_log.provide(folder / "plugins") if with_steps else None
+    plugins = step_log.provide(folder / "plugins")
     servers: dict[str, Server] = {}
     try:
         for name, line in commands.items():
@@ -237,7 +262,7 @@ def running(
                 process = subprocess.Popen(
                     [*line, "--port", str(port)],
                     cwd=ROOT,
-                    env=environment(name, key, steps if with_steps else None, plugins),
+                    env=environment(name, key, steps if with_steps else None, plugins, calls),
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     process_group=0,

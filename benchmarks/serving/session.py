@@ -48,26 +48,34 @@ class Session:
         began: float,
     ) -> None:
         self.args, self.servers, self.folder, self.began = args, servers, folder, began
-        self.run = f"{machine['date']} {args.shape} {args.acceptance} k{args.k}"
+        self.until = began + 60 * float(args.minutes)
         self.document = results.load(args.out)
         self.device: str = machine["device"]
-        settings = {
+        self._settings = {
+            **machine,
             "k": args.k,
             "temperature": args.temperature,
             "flags": flags,
             "cache_dtype": args.cache_dtype,
-            "rates": {arm.name: models.rates(args.acceptance, arm.k) for arm in args.arms if arm.k},
-            "tree_rates": {
-                arm.name: models.tree_rates(args.acceptance, arm) for arm in args.arms if arm.tree
-            },
             "start_s": {name: server.started for name, server in servers.items()},
             "nwor": {name: server.state() for name, server in servers.items() if server.key},
         }
-        self.document["runs"][self.run] = {**machine, **settings}
+        self._begin(args.acceptances[0])
         self._took: dict[tuple[str, str], float] = {}
         self._capacity: dict[str, float] = {}
         self._vocabulary = models.vocabulary(args.shape)
         self._texts = self._write_texts()
+
+    def _begin(self, acceptance: str) -> None:
+        """Begin a run of its own in the results, with this acceptance."""
+        arms = self.args.arms
+        self.acceptance = acceptance
+        self.run = f"{self._settings['date']} {self.args.shape} {acceptance} k{self.args.k}"
+        self.document["runs"][self.run] = {
+            **self._settings,
+            "rates": {arm.name: models.rates(acceptance, arm.k) for arm in arms if arm.k},
+            "tree_rates": {arm.name: models.tree_rates(acceptance, arm) for arm in arms if arm.tree},
+        }
 
     def _write_texts(self) -> str:
         """Return the file of token ids that the demo model's prompts are cut from."""
@@ -85,7 +93,7 @@ class Session:
     @property
     def left(self) -> float:
         """Seconds that are left."""
-        return self.began + 60 * float(self.args.minutes) - time.monotonic()
+        return self.until - time.monotonic()
 
     def warm(self) -> None:
         """Load every server once in each mode, all servers at the same time; nothing of it counts.
@@ -105,13 +113,38 @@ class Session:
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
             list(pool.map(one, self.servers.values()))
+        self._learn()
+        print(f"warm after {time.monotonic() - began:.0f} s", flush=True)
+
+    def _learn(self) -> None:
+        """Load those that choose their draft tokens, alone."""
+        lengths = self.args.lengths[0]
         for arm in [arm for arm in self.args.arms if arm.chosen]:
             server = self.servers[arm.server]
             for load in [load for load in self.args.loads if load.clients]:
                 self._load(self._job(server, arm, load.name, 0.0, lengths, "alone", LEARNING_SCALE))
-        print(f"warm after {time.monotonic() - began:.0f} s", flush=True)
 
     def measure(self) -> None:
+        """Measure all loads with each acceptance, which share the time."""
+        end, acceptances = self.until, self.args.acceptances
+        for place, acceptance in enumerate(acceptances):
+            self.until = time.monotonic() + (end - time.monotonic()) / (len(acceptances) - place)
+            if place:
+                self._accept(acceptance)
+            self._measure()
+        self.until = end
+
+    def _accept(self, acceptance: str) -> None:
+        """Go on with another acceptance."""
+        self._end()
+        self._begin(acceptance)
+        for server in self.servers.values():
+            arm = next(arm for arm in self.args.arms if arm.server == server.name)
+            if rates := models.rates(acceptance, arm.k):
+                server.accept(rates)
+        self._learn()
+
+    def _measure(self) -> None:
         """Measure all loads, round by round, until the rounds are done or the time is up."""
         for number in range(self.args.rounds):
             for lengths in self.args.lengths:
@@ -173,7 +206,7 @@ class Session:
             "shape": self.args.shape
             + (f" {self.args.cache_dtype}" if self.args.cache_dtype != "auto" else ""),
             "lengths": lengths.name,
-            "acceptance": self.args.acceptance,
+            "acceptance": self.acceptance,
             "shared": self.args.shared,
             "load": load.name,
             "rate": rate,
@@ -235,7 +268,12 @@ class Session:
         return figures
 
     def close(self) -> None:
-        """Write what there is, and what servers that choose say of their choice."""
+        """Write what there is."""
+        self._end()
+        print(f"{len(self.document['records'])} records in {self.args.out}", flush=True)
+
+    def _end(self) -> None:
+        """End a run: keep what servers that choose say of their choice."""
         run = self.document["runs"][self.run]
         run["draft_tokens"] = {
             arm.name: self.servers[arm.server].state().get("draft_tokens")
@@ -244,7 +282,6 @@ class Session:
         }
         run["seconds"] = round(time.monotonic() - self.began, 1)
         results.save(self.args.out, self.document)
-        print(f"{len(self.document['records'])} records in {self.args.out}", flush=True)
 
 
 def _line(record: results.Record) -> str:

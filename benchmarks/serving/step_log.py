@@ -69,11 +69,12 @@ class StepLog:
 
 
 def provide(folder: Path) -> Path:
-    """Write the metadata of an installed plugin into a folder for ``PYTHONPATH``, and return the folder."""
+    """Write the metadata of installed plugins into a folder for ``PYTHONPATH``, and return the folder."""
     package = folder / "nwor_benchmark_steps-0.dist-info"
     package.mkdir(parents=True, exist_ok=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: nwor-benchmark-steps\nVersion: 0\n")
     points = "[vllm.stat_logger_plugins]\nnwor_steps = benchmarks.serving.step_plugin:StepLogger\n"
+    points += "[vllm.general_plugins]\nnwor_rates = benchmarks.serving.rates_plugin:register\n"
     (package / "entry_points.txt").write_text(points)
     return folder
 

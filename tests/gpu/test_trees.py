@@ -2,8 +2,8 @@
 
 Coverage: the demo model in bfloat16 through vLLM's engine on model runner V2, with full graphs, piecewise,
 eager, and with an fp8 cache; trees of 16 nodes, grown and combs; greedy and seeded requests, few and many
-together, beside prompts in chunks; requests that need chains beside others; mode `off` and back; none, chains
-and trees by the engine's choice.
+together, beside prompts in chunks; requests that need chains beside others; a LoRA adapter's beside the base
+model's; mode `off` and back; none, chains and trees by the engine's choice.
 Control: the self-check compares each fifth step's slots with the rows that they must hold.
 Tolerance: greedy outputs part from those of mode `off`, which has chains, at near-ties alone (near_ties.py).
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ import torch
 
 from nwor.config import DraftBounds
 from nwor.tree_shape import TreeShape
+from tests import adapters
 from tests.gpu import demo_engine, near_ties
+from tests.gpu.feature_checks import LOOSER
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +63,9 @@ def _prompts() -> list[str]:
     ]
 
 
-def _run(llm: Any, mode: str, batch: int = PROMPTS, **params: Any) -> dict[str, Any]:
+def _run(
+    llm: Any, mode: str, batch: int = PROMPTS, loras: list[Any] | None = None, **params: Any
+) -> dict[str, Any]:
     from vllm import SamplingParams
 
     llm.collective_rpc("nwor_set_mode", args=(mode,))
@@ -69,7 +74,8 @@ def _run(llm: Any, mode: str, batch: int = PROMPTS, **params: Any) -> dict[str, 
     outputs, prompts = [], _prompts()
     for start in range(0, PROMPTS, batch):
         part = [SamplingParams(**settings, seed=7 + i) for i in range(start, min(start + batch, PROMPTS))]
-        outputs += llm.generate(prompts[start : start + batch], part, use_tqdm=False)
+        of = slice(start, start + batch)
+        outputs += llm.generate(prompts[of], part, use_tqdm=False, lora_request=loras and loras[of])
     report = llm.collective_rpc("nwor_report")[0]
     assert report["fault"] is None
     assert report["unsupported"] is None
@@ -150,6 +156,33 @@ def test_seeded_requests_are_those_of_chains(engine: Any) -> None:
     same = sum(a == b for a, b in zip(first["tokens"], again["tokens"], strict=True))
     print(f"seeded: {same} of {PROMPTS} the same in two runs, {_accepted(first):.2f} accepted a window")
     assert same >= PROMPTS * 0.9
+
+
+def test_adapters_stand_beside_the_base_model(tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    adapter = LoRARequest("random", 1, adapters.write(tmp_path / "adapter", spread=0.1))
+    loras = [adapter if i % 2 else None for i in range(PROMPTS)]
+    with demo_engine.start(
+        "graphs", {"mode": "stage", "self_check_interval": 5, "tree": TREE}, TREE["nodes"], **SETTINGS, **lora
+    ) as llm:
+        _run(llm, "off", loras=loras)
+        chains, plain = _run(llm, "off", loras=loras), _run(llm, "stage")
+        llm.collective_rpc("probe_start")
+        trees = _run(llm, "stage", loras=loras)
+        slots = llm.collective_rpc("probe_stop")[0]
+        few = _run(llm, "stage", batch=3, loras=loras)
+    assert (slots["stray"], slots["unwritten"], slots["wrong"]) == (0, 0, 0)
+    for name, seen in (("together", trees), ("by threes", few)):
+        difference, gap = near_ties.differences(seen, chains)
+        print(f"{name}: differ by {difference:.3f}, part at {gap:.3f}; accepted {_accepted(seen):.2f}")
+        # Sums of an adapter's kernels have no order.
+        assert gap <= LOOSER * near_ties.MOST_GAP
+        assert difference <= LOOSER * near_ties.MOST_DIFFERENCE
+        assert _accepted(seen) > 1.05 * _accepted(chains)
+        other = [ours != base for ours, base in zip(seen["tokens"], plain["tokens"], strict=True)]
+        assert all(other[1::2]), "outputs of the base model in spite of the adapter"
 
 
 def test_few_requests_have_trees_and_many_chains() -> None:

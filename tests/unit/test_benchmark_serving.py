@@ -9,9 +9,11 @@ import asyncio
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.serving import (
     client,
@@ -22,6 +24,7 @@ from benchmarks.serving import (
     mixed_report,
     models,
     plan,
+    rates_plugin,
     report,
     results,
     servers,
@@ -201,7 +204,8 @@ def test_the_plugin_can_be_found(tmp_path: Path) -> None:
     from importlib.metadata import distributions
 
     [found] = distributions(path=[str(step_log.provide(tmp_path))])
-    assert [point.group for point in found.entry_points] == ["vllm.stat_logger_plugins"]
+    groups = [point.group for point in found.entry_points]
+    assert groups == ["vllm.stat_logger_plugins", "vllm.general_plugins"]
 
 
 METRICS = """
@@ -350,8 +354,20 @@ def test_commands_differ_in_the_server_alone() -> None:
     assert "--speculative-config" not in stock
     assert stock[-1] == "--x"
     assert ours[ours.index("--nwor-modes") + 1] == "off,stage"
-    assert servers.environment("stock@4", "", None, None)["NWOR_DISABLE"] == "1"
-    assert "NWOR_DISABLE" not in servers.environment("nwor@4", "key", None, None)
+    assert servers.environment("stock@4", "", None, Path("p"), False)["NWOR_DISABLE"] == "1"
+    assert "NWOR_DISABLE" not in servers.environment("nwor@4", "key", None, Path("p"), False)
+
+
+def test_acceptance_changes_in_place() -> None:
+    rates = torch.tensor([0.5, 0.5])
+    worker = SimpleNamespace(model_runner=SimpleNamespace(rejection_sampler=SimpleNamespace()))
+    with pytest.raises(RuntimeError, match="no 2 synthetic"):
+        rates_plugin.accept(worker, [0.9, 0.45])
+    worker.model_runner.rejection_sampler.synthetic_conditional_rates = rates
+    rates_plugin.accept(worker, [0.9, 0.45])
+    assert rates.tolist() == pytest.approx([0.9, 0.5])
+    with pytest.raises(RuntimeError, match="no 1 synthetic"):
+        rates_plugin.accept(worker, [0.9])
 
 
 def test_the_arm_that_chooses_its_draft_tokens() -> None:
