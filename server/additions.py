@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.middleware import Middleware
@@ -18,6 +20,10 @@ from server.api import (
     output_processor,
 )
 from server.api.body_limit import BodyLimitMiddleware
+
+#: Objects made since a collection of garbage that call for the next. Python's default of 700 is what a few
+#: chunks make: with many clients a tenth of the front end's time would go into looking for cycles.
+GARBAGE_OBJECTS = 20_000
 
 
 def install(app: FastAPI, state: State, engine: EngineClient, max_body: int, max_grammar: int) -> None:
@@ -42,5 +48,8 @@ def install(app: FastAPI, state: State, engine: EngineClient, max_body: int, max
     mended_answers.install(state)
     beam_search.install(state, engine)
     acceptance.install(state)
+    youngest, *older = gc.get_threshold()
+    if 0 < youngest < GARBAGE_OBJECTS:  # 0: somebody has turned it off
+        gc.set_threshold(GARBAGE_OBJECTS, *older)
     # Made now and kept by the application: the first to ask would hold up all others for a second.
     openapi_document.complete(app.openapi())

@@ -98,7 +98,8 @@ class Session:
     def warm(self) -> None:
         """Load every server once in each mode, all servers at the same time; nothing of it counts.
 
-        Those that choose their draft tokens learn what steps cost, so they get each load once more, alone.
+        Those that choose their draft tokens learn what steps cost, so nothing runs beside them, and they get
+        each load once more.
         """
         began = time.monotonic()
         most = max((load.clients for load in self.args.loads), default=0) or 16
@@ -111,8 +112,11 @@ class Session:
                     job = self._job(server, arm, f"c{clients}", 0.0, lengths, "warm", scale)
                     self._load(job)
 
+        choosing = {arm.server for arm in self.args.arms if arm.chosen}
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            list(pool.map(one, self.servers.values()))
+            list(pool.map(one, [server for name, server in self.servers.items() if name not in choosing]))
+        for name in sorted(choosing):
+            one(self.servers[name])
         self._learn()
         print(f"warm after {time.monotonic() - began:.0f} s", flush=True)
 

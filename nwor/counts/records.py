@@ -8,6 +8,7 @@ windows were *treated*, which is the same for most steps, and how many tokens ea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -84,18 +85,23 @@ class Tally:
         """
         total = WindowCounts()
         for (mode, reason, drafts, accepted), times in self.kinds.items():
-            window = count_window(
-                Mode(mode),
-                draft_tokens=drafts,
-                accepted_tokens=accepted,
-                token_bytes=token_bytes,
-                direct_reason=reason or None,
-            )
-            total.add(window, times)
+            total.add(_window(mode, reason, drafts, accepted, token_bytes), times)
         for path, size in self.extra.items():
             name = f"{path}_bytes"
             setattr(total, name, getattr(total, name) + size)
         return total
+
+
+@functools.lru_cache(maxsize=4096)
+def _window(mode: str, reason: str, drafts: int, accepted: int, token_bytes: int) -> WindowCounts:
+    """Return the counts of one window, for reading alone: answers share it."""
+    return count_window(
+        Mode(mode),
+        draft_tokens=drafts,
+        accepted_tokens=accepted,
+        token_bytes=token_bytes,
+        direct_reason=reason or None,
+    )
 
 
 def summarize(tallies: Iterable[tuple[Tally, int]]) -> WindowCounts:

@@ -180,23 +180,25 @@ def _mend_echo(serving: Any) -> None:
     stream_signature = inspect.signature(stream)
 
     @functools.wraps(stream)
-    async def chunks(*args: Any, **kwargs: Any) -> AsyncIterator[str]:
-        call = stream_signature.bind(*args, **kwargs).arguments
-        request = call["request"]
-        texts = {}
-        if request.echo and request.return_token_ids:
-            for number, entry in enumerate(call["engine_inputs"]):
-                ids = entry.get("prompt_token_ids")
-                texts[number] = _prompt_of(serving, serving._extract_prompt_text(entry), ids)
-        waiting = {
-            number * (request.n or 1) + sequence: text
-            for number, text in texts.items()
-            for sequence in range(request.n or 1)
-        }
-        async for chunk in stream(*args, **kwargs):
-            yield _with_prompt(chunk, waiting) if waiting and chunk.startswith(_DATA + "{") else chunk
+    def chunks(*args: Any, **kwargs: Any) -> AsyncIterator[str]:
+        found = stream(*args, **kwargs)
+        request = args[0] if args else kwargs["request"]
+        if not (request.echo and request.return_token_ids):
+            return found  # no wrapper, which each chunk would pass through
+        waiting = {}
+        for number, entry in enumerate(stream_signature.bind(*args, **kwargs).arguments["engine_inputs"]):
+            ids = entry.get("prompt_token_ids")
+            text = _prompt_of(serving, serving._extract_prompt_text(entry), ids)
+            for sequence in range(request.n or 1):
+                waiting[number * (request.n or 1) + sequence] = text
+        return _with_prompts(found, waiting)
 
     serving.completion_stream_generator = chunks
+
+
+async def _with_prompts(chunks: AsyncIterator[str], waiting: dict[int, str]) -> AsyncIterator[str]:
+    async for chunk in chunks:
+        yield _with_prompt(chunk, waiting) if waiting and chunk.startswith(_DATA + "{") else chunk
 
 
 def _prompt_of(serving: Any, text: str | None, ids: list[int] | None) -> str:

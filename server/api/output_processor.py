@@ -41,6 +41,8 @@ class MendedOutputProcessor(OutputProcessor):
         """Take in a step's outputs; those that failed end with an error that says why."""
         failed = []
         for output in engine_core_outputs:
+            if output.finish_reason is None:
+                continue
             if output.finish_reason == FinishReason.ABORT:
                 _fill_prompt_logprobs(self.request_states.get(output.request_id))
             why = read_reason(output.stop_reason) if output.finish_reason == FinishReason.ERROR else None

@@ -161,11 +161,12 @@ def test_seeded_requests_are_those_of_chains(engine: Any) -> None:
 def test_adapters_stand_beside_the_base_model(tmp_path: Path) -> None:
     from vllm.lora.request import LoRARequest
 
-    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    # With adapters vLLM keeps room for the draft tokens of all requests.
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "max_num_batched_tokens": 2048}
     adapter = LoRARequest("random", 1, adapters.write(tmp_path / "adapter", spread=0.1))
     loras = [adapter if i % 2 else None for i in range(PROMPTS)]
     with demo_engine.start(
-        "graphs", {"mode": "stage", "self_check_interval": 5, "tree": TREE}, TREE["nodes"], **SETTINGS, **lora
+        "graphs", {"mode": "stage", "self_check_interval": 5, "tree": TREE}, TREE["nodes"], **SETTINGS | lora
     ) as llm:
         _run(llm, "off", loras=loras)
         chains, plain = _run(llm, "off", loras=loras), _run(llm, "stage")

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm._C", reason="the CPU build of vLLM is not installed")
+from tests.cpu_build import needs_cpu_build
+
+pytestmark = needs_cpu_build
 
 
 @pytest.mark.parametrize("v2", [False, True])

@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from nwor.config import CONFIG_KEY
 from nwor.engine.workarounds import cpu_generators
 from server import cpu_sampling, options, scheduler
+from tests.cpu_build import needs_cpu_build
 
 
 @given(
@@ -37,16 +38,16 @@ def test_expand_repeats_each_value_for_its_tokens(
     assert output.dtype == dtype
 
 
+@needs_cpu_build
 def test_vllms_own_implementation_still_needs_replacing() -> None:
     """On the day that this fails, nwor/engine/workarounds/cpu_expand.py can go."""
-    pytest.importorskip("vllm._C", reason="the CPU build of vLLM is not installed")
     output = torch.full((3,), 99.0)
     vars(cpu_sampling.expand)["stock"](output, torch.tensor([0.5]), torch.tensor([3]), 0, 1)
     assert output.tolist() != [0.5] * 3
 
 
+@needs_cpu_build
 def test_a_second_engine_in_the_process_keeps_the_replacement() -> None:
-    pytest.importorskip("vllm._C", reason="the CPU build of vLLM is not installed")
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
 
