@@ -199,7 +199,12 @@ class Session:
         server.switch(arm)
         before = server.settle(self.args.rest)
         job = self._job(server, arm, load.name, rate, lengths, str(number), self.args.scale)
+        taken = server.processor_seconds()
         figures = self._load(job)
+        cores = {
+            kind: round((seconds - taken.get(kind, 0.0)) / figures["wall_s"], 3)
+            for kind, seconds in server.processor_seconds().items()
+        }
         grown = metrics.difference(before, server.settle(max(self.args.rest, 2 * step_log.FLUSH_SECONDS)))
         window = figures.pop("window")
         steps = step_log.summarize(step_log.read(server.steps, *window))
@@ -217,6 +222,7 @@ class Session:
             "round": number,
             "arm": arm.name,
             **figures,
+            "cores": cores,
             "steps": steps,
             "counters": metrics.describe(grown),
             **choice,
@@ -307,6 +313,8 @@ def _line(record: results.Record) -> str:
         parts.append(
             "windows " + " ".join(f"{name} {value:.0f}" for name, value in counters["windows"].items())
         )
+    if cores := record.get("cores"):
+        parts.append("cores " + " ".join(f"{kind} {value:.2f}" for kind, value in sorted(cores.items())))
     if record["client_cpu"] > 0.5:
         parts.append(f"CLIENT {record['client_cpu']:.0%} of a core")
     return "  ".join(parts)

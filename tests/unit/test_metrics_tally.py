@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -14,7 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from nwor.counts.formulas import WindowCounts, count_window
 from nwor.counts.records import Tally, summarize
 from nwor.engine.stats import figures
-from nwor.engine.stats.metrics import NworStatLogger
+from nwor.engine.stats.metrics import CountedHistogram, NworStatLogger
 from nwor.engine.stats.peers import Peers
 from nwor.engine.trees.requirements import CHAIN_REASONS
 from nwor.modes import Mode
@@ -50,6 +50,29 @@ def tally_of(windows):
     for kind in windows:
         tally.add(kind)
     return tally
+
+
+@given(st.lists(st.tuples(st.integers(0, DRAFTS + 2), st.integers(1, 9)), max_size=20))
+def test_a_histogram_takes_in_a_value_many_times(seen):
+    at_once, singly = CollectorRegistry(), CollectorRegistry()
+    buckets = [float(count) for count in range(DRAFTS + 1)]
+    ours = CountedHistogram("tokens", "Tokens.", ["model"], buckets=buckets, registry=at_once).labels("m")
+    stock = Histogram("tokens", "Tokens.", ["model"], buckets=buckets, registry=singly).labels("m")
+    for value, times in seen:
+        ours.observe_times(value, times)
+        for _ in range(times):
+            stock.observe(value)
+    shown = [
+        {
+            (sample.name, *sample.labels.items()): sample.value
+            for metric in one.collect()
+            for sample in metric.samples
+        }
+        for one in (at_once, singly)
+    ]
+    created = ("tokens_created", ("model", "m"))
+    assert shown[0].keys() == shown[1].keys()
+    assert all(shown[0][key] == shown[1][key] for key in shown[0] if key != created)
 
 
 @given(st.lists(kinds(), max_size=60), st.integers(1, 1 << 20))
