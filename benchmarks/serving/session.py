@@ -47,7 +47,7 @@ class Session:
         folder: Path,
         began: float,
     ) -> None:
-        self.args, self.servers, self.folder, self.began = args, servers, folder, began
+        self.args, self.servers, self.folder = args, servers, folder
         self.until = began + 60 * float(args.minutes)
         self.document = results.load(args.out)
         self.device: str = machine["device"]
@@ -60,16 +60,19 @@ class Session:
             "start_s": {name: server.started for name, server in servers.items()},
             "nwor": {name: server.state() for name, server in servers.items() if server.key},
         }
-        self._begin(args.acceptances[0])
         self._took: dict[tuple[str, str], float] = {}
         self._capacity: dict[str, float] = {}
+        self._begin(args.acceptances[0])
+        self._began = began
         self._vocabulary = models.vocabulary(args.shape)
         self._texts = self._write_texts()
 
     def _begin(self, acceptance: str) -> None:
         """Begin a run of its own in the results, with this acceptance."""
         arms = self.args.arms
-        self.acceptance = acceptance
+        self.acceptance, self._began = acceptance, time.monotonic()
+        self._took.clear()
+        self._capacity.clear()
         self.run = f"{self._settings['date']} {self.args.shape} {acceptance} k{self.args.k}"
         self.document["runs"][self.run] = {
             **self._settings,
@@ -247,7 +250,8 @@ class Session:
             max_len=self.args.max_len,
             vocabulary=self._vocabulary,
             seed=f"{lengths.name} {load} {number}",
-            salt=arm.name,
+            # Nobody finds prompts of an earlier acceptance in the prefix cache.
+            salt=arm.name if self.acceptance == self.args.acceptances[0] else f"{arm.name} {self.acceptance}",
             shared=self.args.shared,
             temperature=self.args.temperature,
             scale=scale,
@@ -290,7 +294,7 @@ class Session:
             for arm in self.args.arms
             if arm.chosen and self.servers[arm.server].healthy()
         }
-        run["seconds"] = round(time.monotonic() - self.began, 1)
+        run["seconds"] = round(time.monotonic() - self._began, 1)
         results.save(self.args.out, self.document)
 
 
