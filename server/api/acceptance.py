@@ -49,7 +49,7 @@ class _Watcher:
     async def watch(self, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for result in results:
             # Completions pair each result with its prompt's number.
-            prompt, last = result if type(result) is tuple else (0, result)
+            prompt, last = result if isinstance(result, tuple) else (0, result)
             for output in last.outputs:
                 if output.finish_reason is not None:
                     self.last = last
