@@ -102,6 +102,30 @@ def complete(
     return llm.generate(prompts, params or sampling(), use_tqdm=False, lora_request=lora)
 
 
+def check_rows(what: str, mode: str, counts: dict[str, Any], token_bytes: int, most: int, gone: int) -> None:
+    """Check how many tokens' K/V a run committed, and how many it wrote directly.
+
+    Args:
+        what: the run, for messages.
+        mode: `off` or `stage`.
+        counts: of the engine's report.
+        token_bytes: of one token in all layers.
+        most: tokens that `stage` may have written directly.
+        gone: windows that it did write directly. What they kept is not told apart, but each kept a token.
+
+    """
+    kept = counts["first_tokens"] + counts["accepted_tokens"]
+    committed, left = divmod(counts["commit_bytes"], token_bytes)
+    written, rest = divmod(counts["direct_bytes"], token_bytes)
+    assert left == rest == 0, f"{what}: the bytes are not those of whole tokens: {counts}"
+    if mode != "stage":
+        drafted = counts["first_tokens"] + counts["draft_tokens"]
+        assert (committed, written) == (0, drafted), f"{what}: not {drafted} tokens were written: {counts}"
+        return
+    assert gone <= written <= most, f"{what}: {gone} windows did not write {written} tokens"
+    assert kept - written <= committed <= kept - gone, f"{what}: not {kept} tokens were kept: {counts}"
+
+
 def observe(
     llm: Any,
     what: str,
@@ -148,22 +172,22 @@ def observe(
     assert report["fault"] is None, f"{what}: {report['fault']}"
     assert report["unsupported"] is None, f"{what}: nothing is staged: {report['unsupported']}"
     direct = dict(counts["direct_windows"])
+    gone = 0
     if shares and not llm.llm_engine.vllm_config.use_v2_model_runner:
-        assert direct.pop("graph", 0) <= counts["windows"] / 50, f"{what}: {counts['direct_windows']}"
+        gone = direct.pop("graph", 0)
+        assert gone <= counts["windows"] / 50, f"{what}: {counts['direct_windows']}"
     assert direct == {}, f"{what}: windows written directly: {counts['direct_windows']}"
     assert counts["windows"] > 0, f"{what}: nothing was verified"
     assert counts["rejected_tokens"] > 0, f"{what}: no draft was rejected"
-    kept = counts["first_tokens"] + counts["accepted_tokens"]
-    written = {"commit_bytes": kept if mode == "stage" else 0}
-    written["direct_bytes"] = 0 if mode == "stage" else counts["first_tokens"] + counts["draft_tokens"]
-    for path, rows in written.items():
-        assert counts[path] == rows * report["token_bytes"], f"{what}: {path} are not those of {rows} tokens"
+    drafts = llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens
+    check_rows(what, mode, counts, report["token_bytes"], gone * (1 + drafts), gone)
     if mode == "stage":
         assert report["self_checks"] > 0, f"{what}: the cache was never checked"
     if slots is not None:
         assert slots["stray"] == 0, f"{what}: {slots['stray']} slots changed that must not"
         assert slots["unwritten"] == 0, f"{what}: {slots['unwritten']} slots of kept tokens were not written"
         assert slots["wrong"] == 0, f"{what}: {slots['wrong']} slots do not hold what `off` writes"
+        assert slots["direct"] <= gone, f"{what}: {slots['direct']} windows went direct, {gone} are counted"
         assert slots["rejected"] > 0, f"{what}: the probe saw no rejected token"
     assert scheduler._nwor_logged == set(), f"{what}: figures differ from vLLM's: {scheduler._nwor_logged}"
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

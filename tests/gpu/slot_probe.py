@@ -23,7 +23,7 @@ class SlotProbe(CopyWatch):
         rank = self.model_runner.nwor
         self._layers = target_layers(self.model_runner)
         self._seen: dict[str, Any] = {"steps": 0, "rejected": 0, "accepted": 0}
-        self._seen |= {"stray": 0, "unwritten": 0, "wrong": 0}
+        self._seen |= {"stray": 0, "unwritten": 0, "wrong": 0, "direct": 0}
         self._step: Any = None
         begin, finish = rank.begin, rank.finish
 
@@ -44,6 +44,10 @@ class SlotProbe(CopyWatch):
             begin(plan, query_start_loc, slots)
 
         def watched_finish(rejected: torch.Tensor) -> Any:
+            if self._step is not None and not self._step[0].num_requests:
+                # The step went direct after it had begun: its layers wrote every row, as in `off`.
+                self._seen["direct"] += self._step[0].known.windows
+                self._step = None
             if self._step is not None:
                 self._wanted = self._written_by_off(rank.window)
             plan = finish(rejected)
