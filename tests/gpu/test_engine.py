@@ -73,11 +73,25 @@ def _delta(llm: Any, mode: str) -> dict[str, Any]:
     report = llm.collective_rpc("nwor_report")[0]
     assert report["fault"] is None
     assert report["unsupported"] is None
-    assert report["counts"]["direct_windows"] == before["direct_windows"]
+    direct = {
+        reason: count - before["direct_windows"].get(reason, 0)
+        for reason, count in report["counts"]["direct_windows"].items()
+    }
+    # Prompts are those of the run before, so a step may bring one that starts from cached blocks. Where its
+    # rest is as long as a window, the step may run in a full graph, and runner V1 goes direct there. Rests
+    # may be that short with vLLM 0.33; 0.32 drops the last block of a hit where a drafter is one of EAGLE's.
+    gone = direct.pop("graph", 0) if mode == "stage" and _on_v1(llm) else 0
+    assert not any(direct.values()), direct
     numbers = {
         name: value - before[name] for name, value in report["counts"].items() if isinstance(value, int)
     }
+    assert gone <= numbers["windows"] / 50
+    assert mode != "stage" or numbers["direct_bytes"] <= gone * (1 + K) * report["token_bytes"]
     return {"tokens": result[0], "logprobs": result[1], **numbers}
+
+
+def _on_v1(llm: Any) -> bool:
+    return type(demo_engine.runner(llm)).__name__.endswith("V1")
 
 
 def _agreement(a: list[tuple[int, ...]], b: list[tuple[int, ...]]) -> float:
@@ -137,7 +151,6 @@ def test_outputs_and_acceptance(engine: Any) -> None:
         assert seen["windows"] > 1000
         if mode == "stage":
             assert seen["commit_bytes"] > 0
-            assert seen["direct_bytes"] == 0
 
 
 @pytest.mark.parametrize("mode", ["stage", "cow"])
