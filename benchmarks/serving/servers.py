@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving import metrics, rates_plugin, step_log
+from benchmarks.serving import metrics, processes, rates_plugin, step_log
 from benchmarks.serving.client import HOST
 from benchmarks.serving.plan import STOCK, Arm
 from nwor.config import DraftBounds
@@ -29,8 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = "m"
 #: What a record keeps of the choice of draft tokens, as it stands after a load.
 _CHOICE = ("chosen", "requests", "milliseconds", "corrections", "extra_milliseconds", "prompt_factor")
-#: Kinds of processes by the beginning of the names that vLLM gives them.
-_KINDS = {"VLLM::Engi": "engine", "VLLM::Work": "worker"}
 #: No request of these goes through a proxy.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -79,21 +77,9 @@ class Server:
         with _DIRECT.open(f"{self.url}/metrics", timeout=30) as answer:
             return metrics.parse(answer.read().decode())
 
-    def processor_seconds(self) -> dict[str, float]:
-        """Return the seconds that its processes have had a core, by kind: front, engine, worker, other."""
-        result: dict[str, float] = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-                fields = rest.split()
-                if int(fields[2]) != self.process.pid:  # its process group
-                    continue
-                kind = _KINDS.get(
-                    name[:10], "front" if int(stat.parent.name) == self.process.pid else "other"
-                )
-                taken = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-                result[kind] = result.get(kind, 0.0) + taken
-        return result
+    def usage(self) -> processes.Usage:
+        """Return what its processes have taken of the machine so far."""
+        return processes.usage(self.process.pid)
 
     def settle(self, seconds: float) -> dict[str, float]:
         """Wait until it has no request left, and return its figures then."""

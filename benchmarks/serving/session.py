@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving import client, metrics, models, plan, results, step_log
+from benchmarks.serving import client, metrics, models, plan, processes, results, step_log
 from benchmarks.serving.servers import MODEL, ROOT, Server
 from benchmarks.serving.summary import quantile
 
@@ -202,12 +202,9 @@ class Session:
         server.switch(arm)
         before = server.settle(self.args.rest)
         job = self._job(server, arm, load.name, rate, lengths, str(number), self.args.scale)
-        taken = server.processor_seconds()
+        taken = server.usage()
         figures = self._load(job)
-        cores = {
-            kind: round((seconds - taken.get(kind, 0.0)) / figures["wall_s"], 3)
-            for kind, seconds in server.processor_seconds().items()
-        }
+        host = processes.rates(taken, server.usage(), figures["wall_s"])
         grown = metrics.difference(before, server.settle(max(self.args.rest, 2 * step_log.FLUSH_SECONDS)))
         window = figures.pop("window")
         steps = step_log.summarize(step_log.read(server.steps, *window))
@@ -225,7 +222,8 @@ class Session:
             "round": number,
             "arm": arm.name,
             **figures,
-            "cores": cores,
+            "cores": {kind: used["seconds"] for kind, used in host.items()},
+            "host": host,
             "steps": steps,
             "counters": metrics.describe(grown),
             **choice,
