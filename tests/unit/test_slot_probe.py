@@ -131,5 +131,5 @@ def test_the_probe_finds_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, mode: Mode, spoil: Any, found: dict[str, int]
 ) -> None:
     seen = Watched(monkeypatch).step(mode, spoil)
-    expected = {"steps": 1, "rejected": 1, "accepted": 3, "stray": 0, "unwritten": 0, "wrong": 0}
+    expected = {"steps": 1, "rejected": 1, "accepted": 3, "stray": 0, "unwritten": 0, "wrong": 0, "direct": 0}
     assert seen == expected | found
