@@ -158,7 +158,7 @@ def observe(
     scheduler._nwor_logged.clear()
     slots: dict[str, int] | None = None
     if watch:
-        llm.collective_rpc("probe_start")
+        llm.collective_rpc("probe_start", args=(shares,))
     try:
         outputs = run()
         pipeline_runs.drain(llm)

@@ -18,8 +18,14 @@ from tests.copy_watch import CopyWatch
 class SlotProbe(CopyWatch):
     """Mixed into the worker by ``worker_extension_cls``; vLLM takes one such class in a process."""
 
-    def probe_start(self) -> None:
-        """Watch every verify step in modes `stage` and `cow` from now on."""
+    def probe_start(self, direct: bool = False) -> None:
+        """Watch every verify step in modes `stage` and `cow` from now on.
+
+        Args:
+            direct: whether steps may go direct after they have begun. They are counted then, and not looked
+                at. Else what they write for rejected tokens is stray.
+
+        """
         rank = self.model_runner.nwor
         self._layers = target_layers(self.model_runner)
         self._seen: dict[str, Any] = {"steps": 0, "rejected": 0, "accepted": 0}
@@ -44,8 +50,8 @@ class SlotProbe(CopyWatch):
             begin(plan, query_start_loc, slots)
 
         def watched_finish(rejected: torch.Tensor) -> Any:
-            if self._step is not None and not self._step[0].num_requests:
-                # The step went direct after it had begun: its layers wrote every row, as in `off`.
+            if direct and self._step is not None and not self._step[0].num_requests:
+                # Its layers wrote every row, as in `off`.
                 self._seen["direct"] += self._step[0].known.windows
                 self._step = None
             if self._step is not None:

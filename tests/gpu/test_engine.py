@@ -80,7 +80,7 @@ def _delta(llm: Any, mode: str) -> dict[str, Any]:
     # Prompts are those of the run before, so a step may bring one that starts from cached blocks. Where its
     # rest is as long as a window, the step may run in a full graph, and runner V1 goes direct there. Rests
     # may be that short with vLLM 0.33; 0.32 drops the last block of a hit where a drafter is one of EAGLE's.
-    gone = direct.pop("graph", 0) if mode == "stage" and _on_v1(llm) else 0
+    gone = direct.pop("graph", 0) if mode == "stage" and _may_go_direct(llm) else 0
     assert not any(direct.values()), direct
     numbers = {
         name: value - before[name] for name, value in report["counts"].items() if isinstance(value, int)
@@ -90,8 +90,10 @@ def _delta(llm: Any, mode: str) -> dict[str, Any]:
     return {"tokens": result[0], "logprobs": result[1], **numbers}
 
 
-def _on_v1(llm: Any) -> bool:
-    return type(demo_engine.runner(llm)).__name__.endswith("V1")
+def _may_go_direct(llm: Any) -> bool:
+    import vllm
+
+    return type(demo_engine.runner(llm)).__name__.endswith("V1") and not vllm.__version__.startswith("0.32.")
 
 
 def _agreement(a: list[tuple[int, ...]], b: list[tuple[int, ...]]) -> float:
@@ -155,7 +157,7 @@ def test_outputs_and_acceptance(engine: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["stage", "cow"])
 def test_no_slot_of_a_rejected_token_changes(engine: Any, mode: str) -> None:
-    engine.collective_rpc("probe_start")
+    engine.collective_rpc("probe_start", args=(_may_go_direct(engine),))
     try:
         _run(engine, mode)
     finally:
