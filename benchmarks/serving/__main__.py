@@ -14,7 +14,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.engine import shapes
 from benchmarks.serving import models, plan, results, servers
 from benchmarks.serving.models import OWN
 from benchmarks.serving.session import Session
@@ -23,7 +22,7 @@ from benchmarks.serving.session import Session
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read and check the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="8b", help="8b, 1b, tiny, or demo (the bundled model)")
+    parser.add_argument("--shape", default="8b", help="8b, 1b, tiny, demo (the bundled model), demo-8b")
     parser.add_argument("--out", type=Path, required=True, help="results; extended where it is there")
     parser.add_argument(
         "--arms", default=",".join(plan.CORE_ARMS), help="stock, off, stage, cow; @K for another k"
@@ -41,6 +40,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--k", type=int, default=4, help="draft tokens of arms without one of their own")
     parser.add_argument("--shared", type=float, default=0.0, help="share of prompts with a common prefix")
+    parser.add_argument(
+        "--hard", type=float, default=0.0, help="share of hard requests among the demo's texts"
+    )
     parser.add_argument("--rounds", type=int, default=12, help="at most")
     parser.add_argument("--first-round", type=int, default=0, help="number of the first, for other requests")
     parser.add_argument("--minutes", type=float, default=8.5, help="in all, servers' starts included")
@@ -72,15 +74,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _check(args: argparse.Namespace) -> None:
-    known = [models.DEMO, *shapes.SHAPES]
+    known = models.known_shapes()
     if args.shape not in known:
         raise ValueError(f"--shape {args.shape}: use one of {', '.join(known)}")
-    if args.shape == models.DEMO:
+    if models.is_demo(args.shape):
         args.max_len = min(args.max_len, models.DEMO_LEN)
     args.arms = [plan.parse_arm(text, args.k) for text in args.arms.split(",")]
     if len({arm.name for arm in args.arms}) != len(args.arms):
         raise ValueError("--arms names one twice")
-    args.loads = [plan.parse_load(text) for text in (args.loads or plan.CORE_LOADS[args.shape]).split(",")]
+    args.loads = [plan.parse_load(text) for text in (args.loads or plan.core_loads(args.shape)).split(",")]
     if any(load.share for load in args.loads) and all(arm.mode != plan.STOCK for arm in args.arms):
         raise ValueError("a load at a share of stock's capacity needs the arm stock")
     if any(load.clients > args.max_seqs for load in args.loads):
@@ -97,6 +99,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             "several values of --acceptance: neither own nor trees can be changed while servers run"
         )
+    if any(arm.adaptive for arm in args.arms) and args.acceptances != [OWN]:
+        raise ValueError("adaptive verification goes by how sure a real head is: it needs --acceptance own")
+    if args.hard and not models.is_demo(args.shape):
+        raise ValueError("--hard: other shapes than the demo model have no texts, so none is easier")
     args.scale = args.scale or {"1b": 2.0}.get(args.shape, 1.0)
 
 
@@ -111,7 +117,7 @@ def flags(args: argparse.Namespace, device: str) -> list[str]:
     result += ["--kv-cache-memory-bytes", str(int(gib * 2**30)), "--kv-cache-dtype", args.cache_dtype]
     result += ["--disable-uvicorn-access-log"]
     result += ["--enable-prefix-caching" if args.shared else "--no-enable-prefix-caching"]
-    if args.shape != models.DEMO:
+    if not models.is_demo(args.shape):
         result += ["--load-format", "dummy"]
     if device == "cpu":
         result += ["--enforce-eager"]

@@ -50,6 +50,7 @@ class Job:
         seconds: the window's with Poisson arrivals.
         ramp: seconds before that window.
         texts: file of token ids to cut prompts from; empty for random words.
+        hard: share of hard requests among those with such prompts.
 
     """
 
@@ -68,6 +69,7 @@ class Job:
     seconds: float = 10.0
     ramp: float = 2.0
     texts: str = ""
+    hard: float = 0.0
 
 
 class Loader:
@@ -95,6 +97,7 @@ class Loader:
             job.salt,
             job.shared,
             json.loads(Path(job.texts).read_text()) if job.texts else (),
+            job.hard,
         )
         return [
             payload(HOST, job.port, workload.body(one, job.model, job.temperature))

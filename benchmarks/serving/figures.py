@@ -96,7 +96,7 @@ def acceptance_warnings(records: Sequence[Record]) -> list[str]:
     warnings = []
     by_k: dict[str, list[str]] = {}
     for arm in arms(records):
-        if arm.startswith(("auto", "tree")):  # of no one number
+        if arm.startswith(("auto", "tree")) or "adaptive" in arm:  # of no one number
             continue
         by_k.setdefault(arm.partition("@")[2], []).append(arm)
     for group in by_k.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,20 @@ CURVES = Path(__file__).with_name("curves.json")
 #: What the model and its head really accept.
 OWN = "own"
 DEMO = "demo"
+#: The demo model at the size of a shape: ``demo-8b``.
+ENLARGED = f"{DEMO}-"
 #: The demo model's longest sequence.
 DEMO_LEN = 2048
+
+
+def is_demo(shape: str) -> bool:
+    """Return whether a shape is the demo model, at its own size or a larger one's."""
+    return shape == DEMO or shape.startswith(ENLARGED)
+
+
+def known_shapes() -> list[str]:
+    """Return what ``--shape`` may be."""
+    return [DEMO, *shapes.SHAPES, *(f"{ENLARGED}{name}" for name in shapes.SHAPES if name != "tiny")]
 
 
 def _curves() -> dict[str, Any]:
@@ -119,14 +132,29 @@ def write(folder: Path, shape: str, max_len: int) -> tuple[Path, Path, str]:
         from server import demo
 
         return demo.model_path(), demo.draft_path(), demo.draft_method()
+    if shape.startswith(ENLARGED):
+        return _enlarge(folder, shape.removeprefix(ENLARGED))
     target, draft = shapes.write(folder, shape, max_len)
     write_tokenizer(target, vocabulary(shape))
     return target, draft, "eagle"
 
 
+def _enlarge(folder: Path, name: str) -> tuple[Path, Path, str]:
+    from benchmarks.serving import enlarged
+    from server import demo
+
+    source, shape = demo.model_path(), shapes.SHAPES[name]
+    target, draft = folder / name, folder / f"{name}-draft"
+    enlarged.write_target(source, target, shape)
+    enlarged.write_draft(source, demo.draft_path(), draft, shape)
+    for file in source.glob("*token*.json"):
+        shutil.copy(file, target)
+    return target, draft, demo.draft_method()
+
+
 def vocabulary(shape: str) -> int:
     """Return the number of words of a shape."""
-    if shape == DEMO:
+    if is_demo(shape):
         from server import demo
 
         config: dict[str, Any] = json.loads((demo.model_path() / "config.json").read_text("utf-8"))
@@ -154,6 +182,8 @@ def speculation(
         config["num_speculative_tokens_per_batch_size"] = DraftBounds(0, arm.k, arm.tree).schedule
     elif arm.tree is not None:
         config["num_speculative_tokens_per_batch_size"] = schedule(arm.tree, None, most_requests)
+    if arm.adaptive:
+        config["enable_adaptive_verification"] = True
     forced = rates(acceptance, arm.k)
     if forced is not None:
         config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": forced}

@@ -15,6 +15,8 @@ STOCK = "stock"
 AUTO = "auto"
 #: Windows are trees for few requests, and chains for more; where the engine chooses, behind :data:`AUTO`.
 TREE = "tree"
+#: vLLM's adaptive verification, in ``stage``; behind :data:`STOCK` in stock.
+ADAPTIVE = "adaptive"
 #: Most draft tokens of the arm that chooses them.
 MOST_CHOSEN = 8
 #: The arms of the core grid.
@@ -23,6 +25,11 @@ CORE_ARMS = (STOCK, "off", "stage")
 CORE_LOADS = {"8b": "c1,c16,c64,p12", "1b": "c1,c16,c64,p30", "tiny": "c1,c4,p2", "demo": "c1,c8,c32"}
 #: Share of what a stock server can serve that a relative Poisson load may ask for, at most.
 MOST_SHARE = 1.5
+
+
+def core_loads(shape: str) -> str:
+    """Return the loads of the core grid; a model that is enlarged to a shape has that shape's."""
+    return CORE_LOADS.get(shape) or CORE_LOADS[shape.rpartition("-")[2]]
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class Arm:
         k: draft tokens of a step; 0 is no speculation. For ``auto`` the most.
         chosen: whether the server chooses the draft tokens of each step.
         tree: what windows of k draft tokens are; None where all are chains.
+        adaptive: whether vLLM verifies those of the k draft tokens alone that are likely to be accepted.
 
     """
 
@@ -43,6 +51,7 @@ class Arm:
     k: int
     chosen: bool = False
     tree: TreeShape | None = None
+    adaptive: bool = False
 
     @property
     def server(self) -> str:
@@ -51,7 +60,8 @@ class Arm:
             return f"nwor@{self.name.replace('@', '-')}"
         if self.chosen:
             return "nwor@auto"
-        return f"{STOCK if self.mode == STOCK else 'nwor'}@{self.k}"
+        kind = f"{ADAPTIVE}-" if self.adaptive else ""
+        return f"{STOCK if self.mode == STOCK else 'nwor'}@{kind}{self.k}"
 
 
 def parse_arm(text: str, k: int) -> Arm:
@@ -59,6 +69,7 @@ def parse_arm(text: str, k: int) -> Arm:
 
     ``auto`` is ``stage`` with draft tokens that the server chooses, up to :data:`MOST_CHOSEN`. ``tree@16x6``
     is ``stage`` with trees of 16 nodes, 6 deep, and ``auto-tree@16x6`` chooses among them and chains.
+    ``adaptive@6`` and ``stock-adaptive@6`` verify the likely ones of 6 draft tokens.
 
     Raises:
         ValueError: for anything else.
@@ -70,11 +81,13 @@ def parse_arm(text: str, k: int) -> Arm:
         nodes, depth, width = (int(number) if number else None for number in match.groups()[1:])
         shape = TreeShape.of(nodes or 0, depth, width)
         return Arm(text.strip(), MODES[1], shape.nodes, chosen=bool(match[1]), tree=shape)
+    if match := re.fullmatch(rf"({STOCK}-)?{ADAPTIVE}@([1-9]\d*)", text.strip()):
+        return Arm(text.strip(), STOCK if match[1] else MODES[1], int(match[2]), adaptive=True)
     mode, at, number = text.strip().partition("@")
     if mode not in (STOCK, *MODES) or (at and not number.isdecimal()):
         raise ValueError(
             f"{text!r} is no arm: use stock, {', '.join(MODES)}, auto, and @K for another k, as stock@2; or "
-            "tree@16x6, auto-tree@16x6"
+            "tree@16x6, auto-tree@16x6, adaptive@6, stock-adaptive@6"
         )
     own = int(number) if at else k
     if own == 0 and mode != STOCK:

@@ -53,6 +53,9 @@ def title(group: tuple[Any, ...]) -> str:
         "heads": "acceptance by position as EAGLE-3 heads have it (synthetic)",
         "own": "the model's own acceptance",
     }
+    own, _, hard = acceptance.partition(" ")
+    if hard:
+        words[acceptance] = f"{words[own]}, {hard} of requests hard"
     each = f"{acceptance} of drafts accepted (synthetic)"
     curve = f"acceptance as {acceptance} has it (synthetic)"
     accepted = words.get(acceptance, each if acceptance[:1].isdecimal() else curve)

@@ -55,6 +55,7 @@ class Session:
             **machine,
             "k": args.k,
             "temperature": args.temperature,
+            "hard": args.hard,
             "flags": flags,
             "cache_dtype": args.cache_dtype,
             "start_s": {name: server.started for name, server in servers.items()},
@@ -82,7 +83,7 @@ class Session:
 
     def _write_texts(self) -> str:
         """Return the file of token ids that the demo model's prompts are cut from."""
-        if self.args.shape != models.DEMO:
+        if not models.is_demo(self.args.shape):
             return ""
         from tokenizers import Tokenizer
 
@@ -215,7 +216,7 @@ class Session:
             "shape": self.args.shape
             + (f" {self.args.cache_dtype}" if self.args.cache_dtype != "auto" else ""),
             "lengths": lengths.name,
-            "acceptance": self.acceptance,
+            "acceptance": self.acceptance + (f" {self.args.hard:.0%}" if self.args.hard else ""),
             "shared": self.args.shared,
             "load": load.name,
             "rate": rate,
@@ -256,6 +257,7 @@ class Session:
             seconds=self.args.seconds,
             ramp=max(1.0, self.args.seconds / 5),
             texts=self._texts,
+            hard=self.args.hard,
         )
 
     def _load(self, job: client.Job) -> dict[str, Any]:

@@ -24,12 +24,14 @@ class Wanted:
         prompt: token ids.
         answer: tokens to generate.
         seed: seeds the sampler, and so the synthetic acceptance.
+        hard: whether hardly a draft will be accepted: random words, sampled at temperature 1.
 
     """
 
     prompt: list[int]
     answer: int
     seed: int
+    hard: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Recipe:
         shared: share of the prompts that begin with a common prefix.
         texts: token ids of real text to cut prompts from, the same in all arms, since what a head gets right
             depends on them; empty for random words.
+        hard: share of hard requests among those with texts; the same words in all arms.
 
     """
 
@@ -53,6 +56,7 @@ class Recipe:
     salt: str = ""
     shared: float = 0.0
     texts: Sequence[int] = ()
+    hard: float = 0.0
 
 
 def _length(source: random.Random, median: int, sigma: float, least: int, most: int) -> int:
@@ -71,6 +75,7 @@ def requests(recipe: Recipe, count: int, early: int = 0) -> list[Wanted]:
     """
     lengths, words = recipe.lengths, random.Random(f"words {recipe.seed} {recipe.salt}")
     source, places = random.Random(f"lengths {recipe.seed}"), random.Random(f"places {recipe.seed}")
+    kinds = random.Random(f"kinds {recipe.seed}")
     vocabulary = range(FIRST_WORD, recipe.vocabulary)
     common = [
         words.choices(vocabulary, k=lengths.most_prompt) for _ in range(PREFIXES if recipe.shared else 0)
@@ -83,7 +88,10 @@ def requests(recipe: Recipe, count: int, early: int = 0) -> list[Wanted]:
         seed = source.randrange(2**31)
         if index < early:
             answer = max(lengths.least, round(answer * part))
-        if recipe.texts:
+        hard = bool(recipe.texts) and kinds.random() < recipe.hard
+        if hard:
+            ids = kinds.choices(vocabulary, k=prompt)
+        elif recipe.texts:
             start = places.randrange(max(1, len(recipe.texts) - prompt))
             ids = list(recipe.texts[start : start + prompt])
         elif chosen < recipe.shared:
@@ -92,7 +100,7 @@ def requests(recipe: Recipe, count: int, early: int = 0) -> list[Wanted]:
             ids = head + words.choices(vocabulary, k=prompt - len(head))
         else:
             ids = words.choices(vocabulary, k=prompt)
-        result.append(Wanted(ids, answer, seed))
+        result.append(Wanted(ids, answer, seed, hard))
     return result
 
 
@@ -107,12 +115,19 @@ def arrivals(seed: str, rate: float, count: int) -> list[float]:
 
 
 def body(wanted: Wanted, model: str, temperature: float) -> bytes:
-    """Return the JSON body of a request to /v1/completions."""
+    """Return the JSON body of a request to /v1/completions.
+
+    Args:
+        wanted: the request.
+        model: its name.
+        temperature: of requests that are not hard.
+
+    """
     content: dict[str, Any] = {
         "model": model,
         "prompt": wanted.prompt,
         "max_tokens": wanted.answer,
-        "temperature": temperature,
+        "temperature": 1.0 if wanted.hard else temperature,
         "seed": wanted.seed,
         "ignore_eos": True,
         "stream": True,

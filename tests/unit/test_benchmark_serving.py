@@ -94,6 +94,24 @@ def test_prompts_cut_from_texts_are_the_same_in_every_arm() -> None:
     assert all(one.prompt == texts[one.prompt[0] : one.prompt[-1] + 1] for one in made[0])
 
 
+def test_a_share_of_requests_is_hard() -> None:
+    texts = list(range(3000))
+    made = [
+        workload.requests(workload.Recipe(LENGTHS, 5000, "s", salt, texts=texts, hard=0.25), 400)
+        for salt in ("off", "stage")
+    ]
+    assert made[0] == made[1]
+    easy = workload.requests(workload.Recipe(LENGTHS, 5000, "s", texts=texts), 400)
+    assert [len(one.prompt) for one in made[0]] == [len(one.prompt) for one in easy]
+    hard = [one for one in made[0] if one.hard]
+    assert len(hard) / 400 == pytest.approx(0.25, abs=0.06)
+    for one in made[0]:
+        cut = one.prompt == texts[one.prompt[0] : one.prompt[-1] + 1]
+        assert cut != one.hard
+        sent = json.loads(workload.body(one, "m", 0.3))
+        assert sent["temperature"] == (1.0 if one.hard else 0.3)
+
+
 def test_arrivals_have_their_rate() -> None:
     times = workload.arrivals("s", 20.0, 4000)
     assert times == workload.arrivals("s", 20.0, 4000)
@@ -102,7 +120,13 @@ def test_arrivals_have_their_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "server"), [("stage", "stage", "nwor@4"), ("stock@2", "stock@2", "stock@2")]
+    ("text", "name", "server"),
+    [
+        ("stage", "stage", "nwor@4"),
+        ("stock@2", "stock@2", "stock@2"),
+        ("adaptive@6", "adaptive@6", "nwor@adaptive-6"),
+        ("stock-adaptive@6", "stock-adaptive@6", "stock@adaptive-6"),
+    ],
 )
 def test_arms_have_servers(text: str, name: str, server: str) -> None:
     arm = plan.parse_arm(text, 4)
@@ -113,10 +137,24 @@ def test_an_arm_with_the_usual_k_has_the_usual_name() -> None:
     assert plan.parse_arm("stock@4", 4) == plan.parse_arm("stock", 4)
 
 
-@pytest.mark.parametrize("text", ["fast", "stage@0", "stock@x", "", "tree@16", "tree@4x6"])
+@pytest.mark.parametrize(
+    "text", ["fast", "stage@0", "stock@x", "", "tree@16", "tree@4x6", "adaptive", "adaptive@0"]
+)
 def test_other_arms_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"arm|stage|depth"):
         plan.parse_arm(text, 4)
+
+
+def test_adaptive_arms_ask_vllm_for_it_and_need_a_real_head() -> None:
+    for name, mode in (("adaptive@6", "stage"), ("stock-adaptive@6", "stock")):
+        arm = plan.parse_arm(name, 4)
+        assert arm.mode == mode
+        config = models.speculation(Path("head"), "eagle3", arm, "own", 64)
+        assert config is not None
+        assert config["enable_adaptive_verification"]
+        assert config["num_speculative_tokens"] == 6
+    with pytest.raises(SystemExit):
+        parse(["--out", "x.json", "--shape", "8b", "--arms", "adaptive@6"])
 
 
 def test_loads_are_read() -> None:
