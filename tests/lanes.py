@@ -29,11 +29,11 @@ AGAIN = "test_runner_v2"
 #: The groups that take longest, in this order: of files, of the shared server, of runs on another runner.
 LONGEST = (
     SERVER,
+    f"{AGAIN}[processes]",
+    f"{AGAIN}[trees]",
+    f"{AGAIN}[features]",
     f"{AGAIN}[modes]",
     f"{AGAIN}[faults]",
-    f"{AGAIN}[features]",
-    f"{AGAIN}[trees]",
-    f"{AGAIN}[processes]",
     "test_runner_v1_ahead",
     "test_random_requests",
     "test_exactness_cpu",

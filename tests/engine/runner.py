@@ -16,10 +16,8 @@ run V2 too: ``NWOR_TEST_RUNNER=v2 python -m tests.engine.runner tests/engine/tes
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,54 +32,13 @@ _NAME = "tests.engine.runner"
 INHERITED = V2 and getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == _NAME
 
 
-def _patch_known_builtins(interpreter: Any) -> Callable[..., None]:
-    """Return the interpreter's ``_patch_builtin`` with a memory.
-
-    At each launch, and at each call within a kernel, the interpreter looks through all members of Triton's
-    language for those to exchange. They are the same each time, and took a quarter of the time of a test.
-    """
-    names: dict[Any, list[str]] = {}
-
-    def patch(package: Any, builder: Any, scope: Any) -> None:
-        is_builtin = interpreter.tl.core.is_builtin
-        if package not in names:
-            names[package] = [name for name, member in inspect.getmembers(package) if is_builtin(member)]
-        for name in names[package]:
-            member = getattr(package, name)
-            if is_builtin(member):  # not so within a kernel, where all are exchanged
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    return patch
-
-
-class _ActiveDriver:
-    @staticmethod
-    def is_active() -> bool:
-        return True
-
-
 def _interpret_triton() -> None:
     # Both are read when the modules in question are imported, also in processes that this one starts.
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    from triton import backends
-    from triton.runtime import interpreter
+    from tests.engine import interpreter
 
-    backends.backends["cpu"] = backends.Backend(compiler=None, driver=_ActiveDriver)
-    # The interpreter keeps a truth value computed from wider integers as such, and then refuses it as a mask.
-    builder = interpreter.InterpreterBuilder
-    builder.create_masked_store = _with_boolean_mask(builder.create_masked_store, 2)
-    builder.create_masked_load = _with_boolean_mask(builder.create_masked_load, 1)
-    interpreter._patch_builtin = _patch_known_builtins(interpreter)
-
-
-def _with_boolean_mask(operation: Callable[..., Any], position: int) -> Callable[..., Any]:
-    def call(self: Any, *arguments: Any) -> Any:
-        mask = arguments[position]
-        mask.data = (mask.data & 1).astype(bool)
-        return operation(self, *arguments)
-
-    return call
+    interpreter.install()
 
 
 def schedule_asynchronously() -> None:
@@ -99,6 +56,20 @@ def schedule_asynchronously() -> None:
 
     check_and_update_config.ahead = True  # type: ignore[attr-defined]
     platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def sized(full: int, ahead: int, interpreted: int = 0) -> int:
+    """Return how much a test takes of something on this runner.
+
+    Plain V1 takes all of it, at the least cost. Other runners take as much as reaches what is theirs alone.
+
+    Args:
+        full: on plain V1.
+        ahead: on V1 with steps scheduled ahead.
+        interpreted: on V2, where sampling a token takes many times as long; 0 where V2 does not run the test.
+
+    """
+    return interpreted if V2 else ahead if AHEAD else full
 
 
 class _NoStream:

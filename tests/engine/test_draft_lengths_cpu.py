@@ -16,12 +16,12 @@ import pytest
 from nwor.config import DraftBounds
 from nwor.engine.scheduler import NworScheduling
 from tests.engine import engines
-from tests.engine.runner import V2
+from tests.engine.runner import V2, sized
 
 pytestmark = pytest.mark.engine
 
 BOUNDS = DraftBounds(0, 6)
-PROMPTS, NEW_TOKENS = (4, 10) if V2 else (24, 32)
+PROMPTS, NEW_TOKENS = sized(24, 16, 4), sized(32, 20, 10)
 
 
 COMMON = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 128}

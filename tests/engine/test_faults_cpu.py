@@ -2,8 +2,8 @@
 
 Coverage: the demo model on the CPU in float32 with windows of 5 tokens, greedy, with prompts in chunks beside
 windows; an error in planning a step, opening its window, staging, attending, splitting a batch, committing,
-measuring the commit, logging and restoring, before and after the part has done its work. Model runner V1; V1
-and V2 with steps scheduled ahead (see runner.py).
+measuring the commit, logging and restoring, before and after the part has done its work. Model runner V1;
+with less work V1 and V2 with steps scheduled ahead (see runner.py).
 Tolerance: none. Tokens and cache bytes are compared for equality, after every step, the failing one included.
 """
 
@@ -16,13 +16,13 @@ import pytest
 
 from tests.engine import engines
 from tests.engine.breaking import MESSAGE
-from tests.engine.runner import V2
+from tests.engine.runner import sized
 
 pytestmark = pytest.mark.engine
 
-#: Less where kernels are interpreted. Not all prompts fit into a step, so that windows run beside chunks.
-PROMPTS = 6 if V2 else 20
-NEW_TOKENS = 9 if V2 else 24
+#: Not all prompts fit into a step, so that windows run beside chunks.
+PROMPTS = sized(20, 10, 6)
+NEW_TOKENS = sized(24, 12, 9)
 
 #: The mode, what raises, and in which of the steps with windows.
 FAULTS = [

@@ -54,7 +54,7 @@ def in_each_mode(llm: Any, run: Callable[[], Any]) -> dict[str, Any]:
     for mode in ("off", "stage", "cow"):
         llm.collective_rpc("nwor_set_mode", args=(mode,))
         # The last step of what ran before may still be under way; the one after it counts it.
-        generate(llm, PROMPTS[:1])
+        generate(llm, PROMPTS[:1], max_tokens=2)
         assert llm.reset_prefix_cache()
         before = llm.collective_rpc("nwor_report")[0]["counts"]
         results[mode] = run()

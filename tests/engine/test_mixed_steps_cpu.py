@@ -1,8 +1,8 @@
 """Claim: in a step with many more rows than its windows, no layer's tensors outlive the layer in `stage`.
 
 Coverage: the demo model in float32 through vLLM's engine on the CPU; long prompts in chunks beside windows of
-5 tokens; greedy and seeded sampling. The rows from which a step counts as large are lowered. Model runner V1,
-and V1 and V2 with steps scheduled ahead (see runner.py).
+5 tokens; greedy and seeded sampling. The rows from which a step counts as large are lowered. Model runner V1;
+with less work V1 and V2 with steps scheduled ahead (see runner.py).
 Tolerance: none. Tokens, bytes kept alive, bytes counted and the cache's bytes are compared for equality.
 """
 
@@ -15,12 +15,11 @@ import pytest
 
 from tests import pipeline_runs
 from tests.engine import engines
-from tests.engine.runner import V2
+from tests.engine.runner import sized
 
 pytestmark = pytest.mark.engine
 
-#: Fewer where kernels are interpreted: sampling a token takes a hundred times as long.
-PROMPTS, NEW_TOKENS = (8, 9) if V2 else (16, 24)
+PROMPTS, NEW_TOKENS = sized(16, 12, 8), sized(24, 12, 9)
 #: Windows of all requests are fewer; windows beside a chunk of a prompt are more.
 FEW_ROWS = 45
 

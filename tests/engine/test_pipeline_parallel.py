@@ -112,6 +112,12 @@ def _compare_with_counters(told: Sequence[Any], counts: dict[str, Any]) -> None:
         assert getattr(total, name) == counts[name]
 
 
+@pytest.fixture(scope="module")
+def expected(make_engine: Callable[..., Any]) -> list[tuple[int, ...]]:
+    """The greedy tokens of requests that nothing disturbs."""
+    return _generate(make_engine())
+
+
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "seeded"])
 def test_same_tokens_and_acceptance_in_every_mode(engine: Any, params: dict[str, Any]) -> None:
     results, counted = {}, {}
@@ -172,19 +178,18 @@ def test_prefix_hits_on_what_others_have_just_made(engine: Any, pause: bool) -> 
     assert results["stage"] == results["off"] == results["cow"]
 
 
-def test_aborts_with_windows_pending(engine: Any) -> None:
+def test_aborts_with_windows_pending(engine: Any, expected: list[tuple[int, ...]]) -> None:
     """Others go on as if nothing had been, and the freed blocks serve the next requests."""
     # The first three are aborted, and started anew under other names.
-    expected = {index + 100 * (index < 3): tokens for index, tokens in enumerate(_generate(engine))}
+    wanted = {index + 100 * (index < 3): tokens for index, tokens in enumerate(expected)}
     for mode in ("off", "stage", "cow"):
         result, seen = _watched(engine, mode, lambda: pipeline_runs.aborts(engine, PROMPTS, _sampling))
-        assert result == expected
+        assert result == wanted
         if mode == "stage":
             assert seen[0]["cut_short"] > 0
 
 
-def test_mode_switches_while_requests_run(engine: Any) -> None:
-    expected = _generate(engine)
+def test_mode_switches_while_requests_run(engine: Any, expected: list[tuple[int, ...]]) -> None:
     modes = ["stage", "cow", "off", "stage", "off", "cow"]
     result, _ = _watched(engine, "stage", lambda: pipeline_runs.switches(engine, PROMPTS, _sampling, modes))
     assert result == expected

@@ -1,7 +1,7 @@
 """Claim: a request that bounds its drafts gets the tokens of an engine without speculation, and so do others.
 
 Coverage: the demo model in float32 on the CPU; bounds of 0, 1, 2, more than there are, and none, mixed in one
-batch; greedy and seeded sampling; every mode. Model runner V1; with fewer requests V1 and V2 with steps
+batch; greedy and seeded sampling; every mode. Model runner V1; with less work V1 and V2 with steps
 scheduled ahead (see runner.py). And requests whose drafts are hardly ever accepted, which stop by themselves.
 Tolerance: none. Seeded requests that draft are compared with an engine that drafts for all alike: rejection
 sampling takes other random numbers than sampling token by token.
@@ -18,13 +18,13 @@ from nwor.config import DraftBounds
 from nwor.engine.draft_lengths.request_bounds import AVERAGED, MAX_DRAFT_TOKENS
 from server.options import CPU_SAMPLING
 from tests.engine import engines
-from tests.engine.runner import AHEAD, V2
+from tests.engine.runner import AHEAD, V2, sized
 
 pytestmark = pytest.mark.engine
 
 DRAFTS = 4
-REQUESTS = 6 if V2 else 12
-NEW_TOKENS = 12 if V2 else 24
+REQUESTS = sized(12, 12, 6)
+NEW_TOKENS = sized(24, 12, 12)
 BOUNDS = (None, 0, 1, None, 2, 9)
 #: Prefix hits change what the drafter sees, and so seeded requests' tokens. Stock vLLM on a CPU takes the
 #: temperature of verify steps from memory that nobody has set.
@@ -165,8 +165,10 @@ def test_drafts_that_are_hardly_ever_accepted_stop_by_themselves(make: Any) -> N
         additional_config={"nwor": {"mode": "stage", "draft_tokens": str(bounds)}},
     )
     rare = list(range(2000, 4000))
-    hot = SamplingParams(temperature=2.0, seed=1, allowed_token_ids=rare, max_tokens=200, ignore_eos=True)
-    tame = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    hot = SamplingParams(
+        temperature=2.0, seed=1, allowed_token_ids=rare, max_tokens=sized(200, 120), ignore_eos=True
+    )
+    tame = SamplingParams(temperature=0.0, max_tokens=sized(100, 50), ignore_eos=True)
     prompts = _prompts()[:4]
     alone = _tokens([output.outputs[0] for output in llm.generate(prompts, tame, use_tqdm=False)])
     outputs = [

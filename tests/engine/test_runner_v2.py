@@ -20,10 +20,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.skipif(V2, reason="runs only besid
 #: What runs in one process, by what it is. Each can be in another lane than the others.
 FILES = {
     "modes": "exactness_cpu switches_cpu mixed_steps_cpu adaptive_cpu",
-    "faults": "faults_cpu isolation_cpu greedy_rejection_cpu",
+    "faults": "faults_cpu isolation_cpu greedy_rejection_cpu unit/triton_attn_interpreted",
     "features": "features_cpu",
     "trees": "unit/tree_kernels unit/tree_sampling trees_cpu tree_choice_cpu",
-    "attention": "unit/triton_attn_interpreted",
     "processes": "pipeline_parallel tensor_parallel_cpu trees_tensor_parallel",
 }
 

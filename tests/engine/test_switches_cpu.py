@@ -2,8 +2,8 @@
 
 Coverage: the demo model on the CPU in float32 with windows of 5 tokens, greedy; requests that come while
 others run, long prompts in chunks; each of the six switches between two modes before each single step of the
-same run, switches every second and third step, and switches in the middle of a step. Model runner V1; V1 and
-V2 with steps scheduled ahead (see runner.py).
+same run, switches every second and third step, and switches in the middle of a step. Model runner V1; with
+less work V1 and V2 with steps scheduled ahead (see runner.py).
 Tolerance: none. Tokens, cache bytes and all that the scheduler decides are compared for equality: which
 requests each step has, with how many tokens and drafts, and after which step each token is there.
 """
@@ -19,13 +19,12 @@ import pytest
 
 from tests import pipeline_runs
 from tests.engine import engines
-from tests.engine.runner import V2
+from tests.engine.runner import sized
 
 pytestmark = pytest.mark.engine
 
-#: Less where kernels are interpreted.
-PROMPTS = 8 if V2 else 24
-NEW_TOKENS = 10 if V2 else 24
+PROMPTS = sized(24, 12, 8)
+NEW_TOKENS = sized(24, 12, 10)
 #: Rows of a step. Windows of all requests leave little to prompts, and a long one takes several steps.
 ROWS = 64
 #: A walk through the modes that takes each of the six ways from one to another once, and ends where it began.

@@ -70,6 +70,12 @@ def _generate(llm: Any, mode: str, **params: Any) -> list[tuple[int, ...]]:
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.fixture(scope="module")
+def expected(engine: Any) -> list[tuple[int, ...]]:
+    """The greedy tokens of mode `off`."""
+    return _generate(engine, "off")
+
+
 def _counters(llm: Any) -> list[int]:
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     return [pipeline_runs.counter(llm, f"vllm:spec_decode_{name}") for name in names]
@@ -107,17 +113,17 @@ def test_same_tokens_and_counts_in_every_mode_and_the_caches_of_both_ranks(
     assert counted["off"][2] > 0
 
 
-def test_mode_switches_while_requests_run(engine: Any) -> None:
-    expected = _generate(engine, "off")
+def test_mode_switches_while_requests_run(engine: Any, expected: list[tuple[int, ...]]) -> None:
     _set_mode(engine, "off")
     modes = ["stage", "cow", "off", "cow", "stage", "off"]
     assert pipeline_runs.switches(engine, _prompts(), _sampling, modes) == expected
 
 
 @pytest.mark.parametrize(("mode", "where"), [("stage", "stage"), ("stage", "commit"), ("cow", "restore")])
-def test_a_fault_of_one_rank_alone(engine: Any, mode: str, where: str) -> None:
+def test_a_fault_of_one_rank_alone(
+    engine: Any, expected: list[tuple[int, ...]], mode: str, where: str
+) -> None:
     """That rank writes directly from then on, the other goes on; neither loses anything."""
-    expected = _generate(engine, "off")
     _set_mode(engine, mode)
     engine.collective_rpc("probe_start")
     try:
