@@ -1,7 +1,8 @@
 """Which steps' seconds say what a step costs: time that is moved between neighbours changes nothing.
 
 Coverage: steps for themselves and in groups; what ends a group; groups where nothing counts for itself. The
-choice of draft tokens under mixes of steps with prompts, by wrong measurements, beside the best fixed number.
+choice of draft tokens under mixes of steps with prompts, by wrong measurements, beside the best fixed number;
+and after another program had the device for a while.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _true(requests: int, drafts: int) -> float:
 
 def _measured(too_dear: float) -> StepCosts:
     """Return a measurement that has every step with drafts too dear."""
-    requests = (1, 16, 32, 64, 128)
+    requests = (1, 16, 32, 64, 128, 256)
     seconds = tuple(
         tuple(_true(some, k) * (too_dear if k else 1.0) for k in BOUNDS.candidates) for some in requests
     )
@@ -162,3 +163,74 @@ def test_a_choice_by_wrong_costs_gets_near_the_best_under_every_mix(
     _rate(policy, 0, share, 1500, moved)
     found = _rate(policy, policy.chosen, share, 1500, moved) / best
     assert found > 0.8, found
+
+
+class _Loaded:
+    """An engine under heavy load, whose host is late with results, most of all of steps with prompts.
+
+    Args:
+        requests: that run.
+        chance: of each draft, that it is accepted after those before.
+        share: of the steps, about so many have prompts.
+        seed: of chance.
+
+    """
+
+    def __init__(self, requests: int, chance: float, share: float, seed: int) -> None:
+        self._requests, self._random = requests, np.random.default_rng(seed)
+        self._curve = np.cumprod(np.full(max(BOUNDS.candidates), chance))
+        self._prompts = -np.log(1.0 - share) / (requests * self._tokens(1))
+        self._policy = DraftLengthPolicy(BOUNDS)
+        self._policy.take_costs(_measured(1.0))
+        self._made, self._late, self._busy = self._policy.chosen, 0.0, 1.0
+
+    def _tokens(self, drafts: int) -> float:
+        return 1.0 + float(self._curve[:drafts].sum())
+
+    def regret(self, drafts: int) -> float:
+        """Return how much longer a token takes than with the best number, relative."""
+        prompts, requests = self._prompts * ROW * PROMPT / 2, self._requests
+        seconds = {k: _true(requests, k) / (requests * self._tokens(k)) + prompts for k in BOUNDS.candidates}
+        return seconds[drafts] / min(seconds.values()) - 1.0
+
+    def run(self, steps: int, least: float = 1.0, most: float = 1.0, changes: float = 0.0) -> float:
+        """Return the mean regret of the choices while steps take ``least`` to ``most`` times as long.
+
+        Args:
+            steps: how many.
+            least: see above.
+            most: see above.
+            changes: chance of a step that begins another such factor.
+
+        """
+        policy, random, requests, regrets = self._policy, self._random, self._requests, []
+        self._busy = random.uniform(least, most)
+        for _ in range(steps):
+            chosen, made = policy.choose(requests), self._made
+            regrets.append(self.regret(policy.chosen))
+            prompt = PROMPT // 2 * int(random.poisson(self._prompts * requests * self._tokens(made)))
+            if random.random() < changes:
+                self._busy = random.uniform(least, most)
+            took = (_true(requests, made) + ROW * prompt) * self._busy * random.normal(1.0, 0.03)
+            accepted = (random.random((requests, 1)) < self._curve[None, :made]).sum(1).astype(np.int32)
+            late = 0.2 * took * random.random() if prompt else 0.0
+            late += 0.02 if random.random() < 0.01 else 0.0
+            shown, self._late = max(took + late - self._late, 0.0002), late
+            if made:
+                policy.observe(made, accepted)
+            tokens = requests + float(accepted.sum())
+            policy.observe_step(requests, made, prompt, tokens, shown if made == chosen else 0.0)
+            self._made = chosen
+        return float(np.mean(regrets))
+
+
+@pytest.mark.parametrize(("requests", "chance"), [(128, 0.6), (256, 0.4), (256, 0.75)])
+def test_a_device_that_was_busy_under_heavy_load_is_known_soon_after(requests: int, chance: float) -> None:
+    regrets = []
+    for seed in range(6):
+        engine = _Loaded(requests, chance, (0.75, 0.9)[seed // 3], seed)
+        engine.run(800)
+        engine.run(1500, *[(2.0, 3.0, 0.01), (1.0, 4.0, 0.02), (2.5, 4.0, 0.003)][seed % 3])
+        engine.run(500)
+        regrets.append(engine.run(1800))
+    assert sum(regrets) / len(regrets) < 0.015, regrets

@@ -40,12 +40,14 @@ LOOK_CHANGE = 0.1
 HYSTERESIS = 0.015
 #: After so many steps another candidate than the chosen one is tried.
 PROBE_EVERY = 128
-#: The same while there are some that were not tried with about as many requests.
+#: The same while there are some that were not tried with about as many requests, or whose cost is in doubt.
 FIRST_PROBES_EVERY = 24
 #: Times that a candidate is tried before its cost counts as known.
 TRIES = 2
 #: Windows, and steps, that try a candidate each time. The first and the last step do not show its cost.
 PROBE_WINDOWS, PROBE_STEPS = 8, 3
+#: The same steps where most have prompts: no step stands for itself then, and time moves at both ends.
+PROBE_STEPS_MIXED = 6
 #: A candidate is tried if it would be chosen were its steps so much shorter: not tried yet, tried of late,
 #: and tried so many steps ago that what was seen then may be wrong now.
 HOPE_UNTRIED, HOPE_TRIED, HOPE_FORGOTTEN = 0.3, 0.8, 0.4
@@ -87,7 +89,7 @@ class DraftLengthPolicy:
         self.chosen = bounds.fixed
         self.why = "the costs of steps are not known yet"
         self._prompts: deque[int] = deque(maxlen=PROMPTS)
-        self._mixed = self._tokens = 0.0
+        self._mixed = self._seen = self._tokens = 0.0
         self._looked_at = 0
         self._until_look = self._until_probe = 0
         self._probing = self.chosen
@@ -141,7 +143,8 @@ class DraftLengthPolicy:
             self._until_probe = FIRST_PROBES_EVERY
             return self.chosen
         # Few requests tell little in a step.
-        if -self._until_probe + 1 >= max(PROBE_STEPS, -(-PROBE_WINDOWS // requests)):
+        steps = PROBE_STEPS_MIXED if self._mixed > 0.5 * self._seen else PROBE_STEPS
+        if -self._until_probe + 1 >= max(steps, -(-PROBE_WINDOWS // requests)):
             untried = any(self._is_untried(requests, k) for k in self._worth_trying(requests))
             self._until_probe = FIRST_PROBES_EVERY if untried else PROBE_EVERY
         return self._probing
@@ -159,8 +162,11 @@ class DraftLengthPolicy:
         return probed
 
     def _is_untried(self, requests: int, drafts: int) -> bool:
-        assert self.times is not None
-        return self._tries.get((self.times.place(requests), drafts), 0) < TRIES
+        """Return whether a candidate was hardly tried, or took another time than expected when it was."""
+        times = self.times
+        assert times is not None
+        few = self._tries.get((times.place(requests), drafts), 0) < TRIES
+        return few or times.is_in_doubt(requests, drafts)
 
     def _is_known(self, requests: int, drafts: int) -> bool:
         """Return whether a candidate was tried of late."""
@@ -180,7 +186,10 @@ class DraftLengthPolicy:
         if self._is_known(requests, drafts):
             return HOPE_TRIED
         # A tree may be accepted to its end, whatever it was before: then its tokens are hoped for.
-        return HOPE_FORGOTTEN if drafts not in self.trees or self._is_size_known(requests, drafts) else 1.0
+        hope = HOPE_FORGOTTEN if drafts not in self.trees or self._is_size_known(requests, drafts) else 1.0
+        # What was seen may have been another program on the device, however much it was.
+        assert self.times is not None
+        return min(hope, self.times.without_own(requests, drafts) / self.times.step(requests, drafts))
 
     def _worth_trying(self, requests: int) -> list[int]:
         """Return which candidates to try now and then, though another is chosen."""
@@ -188,8 +197,12 @@ class DraftLengthPolicy:
             return []
         assert self.times is not None
         now, tokens = self._found[self.chosen], self._expected_tokens()
-        dear = DEAR * self.times.step(requests, self.chosen)
-        others = [k for k in self._candidates if k != self.chosen and self.times.step(requests, k) < dear]
+        dear, times = DEAR * self.times.step(requests, self.chosen), self.times
+        others = [
+            k
+            for k in self._candidates
+            if k != self.chosen and min(times.step(requests, k), times.without_own(requests, k)) < dear
+        ]
         chains = [k for k in others if k not in self.trees]
         # How far texts are accepted has to stay known: by a chain beside trees, else by a longer one.
         if self.chosen in self.trees:
@@ -291,6 +304,7 @@ class DraftLengthPolicy:
         """
         keep = 0.5 ** (1.0 / MIX_HALF_LIFE)
         self._mixed *= keep
+        self._seen = self._seen * keep + 1.0
         self._tokens = self._tokens * keep + tokens
         if prompt:
             self._mixed += 1.0

@@ -32,8 +32,8 @@ STALE = 64.0
 LEAST_NEW, MOST_NEW = 0.3, 1.5
 #: The same once a cell has so many steps.
 LEAST_KNOWN, MOST_KNOWN, KNOWN = 0.75, 1.25, 4
-#: Steps in a row beyond their bounds, all longer or all shorter, that show that a cell has changed.
-CHANGED = 3
+#: Steps in a row that are so much longer, or all so much shorter, than expected show that a cell has changed.
+CHANGED, BEYOND = 3, 0.1
 #: Least seconds of a step, relative to its measurement.
 LEAST = 0.1
 #: Weight of a step in the factor of what prompts add, and bounds of the factor.
@@ -62,8 +62,8 @@ class _Row:
         self._drift = 0.0
         self._then = [0] * columns
         self._drifted = [0.0] * columns
-        # By cell, how many steps in a row were longer than its bounds, or shorter if negative.
-        self._beyond = [0] * columns
+        # By cell, how many steps in a row were far longer than expected, or shorter if negative.
+        self.beyond = [0] * columns
 
     def own(self, column: int) -> float:
         """Return the seconds of a cell beyond its measurement and what the row has in common."""
@@ -86,14 +86,14 @@ class _Row:
         Args:
             column: of its cell.
             excess: seconds, within bounds.
-            beyond: 1 if it was longer than its bounds, -1 if it was shorter.
+            beyond: 1 if it was far longer than expected, -1 if it was far shorter.
 
         """
         self._now += 1
-        self._beyond[column] = beyond if self._beyond[column] * beyond <= 0 else self._beyond[column] + beyond
-        if abs(self._beyond[column]) >= CHANGED:
-            # No accident: what was seen before is over.
-            self.steps[column] = 0.0
+        self.beyond[column] = beyond if self.beyond[column] * beyond <= 0 else self.beyond[column] + beyond
+        if abs(self.beyond[column]) >= CHANGED:
+            # No accident: all that was seen before counts as one step.
+            self.steps[column] = min(self.steps[column], 1.0)
         kept = 0.5 ** ((self._now - self._then[column]) / HALF_LIFE)
         before = self.steps[column] * kept
         steps = self.steps[column] = min(before + 1.0, MOST_STEPS)
@@ -171,6 +171,14 @@ class StepTimes:
         measured, row = self._of(requests, drafts), self._rows[self.place(requests)]
         return max(measured + row.common + row.own(self._columns[drafts]), LEAST * measured)
 
+    def without_own(self, requests: int, drafts: int) -> float:
+        """Return what :meth:`step` would, had nothing been seen of this number of draft tokens."""
+        return self._of(requests, drafts) + self._rows[self.place(requests)].common
+
+    def is_in_doubt(self, requests: int, drafts: int) -> bool:
+        """Return whether steps of late took far longer or shorter than expected, and too few to say why."""
+        return 0 < abs(self._rows[self.place(requests)].beyond[self._columns[drafts]]) < CHANGED
+
     def _of(self, requests: int, drafts: int) -> float:
         """Return what was measured."""
         seconds = self._measured.get((requests, drafts))
@@ -194,7 +202,8 @@ class StepTimes:
         known = row.steps[column] >= KNOWN
         least, most = (LEAST_KNOWN, MOST_KNOWN) if known else (LEAST_NEW, MOST_NEW)
         taken = min(max(seconds, least * expected), most * expected)
-        row.add(column, taken - measured, (seconds > taken) - (seconds < taken))
+        off = seconds / expected - 1.0
+        row.add(column, taken - measured, (off > BEYOND) - (off < -BEYOND))
 
     def beside(self, rows: int, prompt: int) -> float:
         """Return the seconds that a prompt of ``prompt`` rows adds to a step of ``rows`` others."""
