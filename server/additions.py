@@ -26,7 +26,9 @@ from server.api.body_limit import BodyLimitMiddleware
 GARBAGE_OBJECTS = 20_000
 
 
-def install(app: FastAPI, state: State, engine: EngineClient, max_body: int, max_grammar: int) -> None:
+def install(
+    app: FastAPI, state: State, engine: EngineClient, max_body: int, max_grammar: int, pacing: bool = True
+) -> None:
     """Add routes, checks, error answers, mended answers and figures.
 
     Args:
@@ -35,6 +37,7 @@ def install(app: FastAPI, state: State, engine: EngineClient, max_body: int, max
         engine: vLLM's engine client.
         max_body: bytes of a request body that are read.
         max_grammar: characters of a grammar that are compiled.
+        pacing: whether pieces of streams are merged while the front end is behind the engine.
 
     """
     http_errors.install(app)
@@ -43,7 +46,7 @@ def install(app: FastAPI, state: State, engine: EngineClient, max_body: int, max
     app.user_middleware.append(Middleware(BodyLimitMiddleware, limit=max_body))
     # vLLM has built the stack already, for SageMaker's sake; Starlette builds it anew, with these changes.
     app.middleware_stack = None
-    output_processor.install(engine)
+    output_processor.install(engine, pacing)
     admission.Admission(engine, max_grammar).install(engine, state)
     mended_answers.install(state)
     beam_search.install(state, engine)

@@ -106,6 +106,11 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         metavar="CHARACTERS",
         help="Largest schema, regex, grammar or list of choices that is compiled for a request.",
     )
+    group.add_argument(
+        "--no-stream-pacing",
+        action="store_true",
+        help="Send each piece of a stream for itself, also while the front end is behind the engine.",
+    )
 
 
 def use_one_grammar_backend(args: argparse.Namespace) -> None:

@@ -1,5 +1,7 @@
 """The front end's way from the engine's outputs to answers and statistics, four faults of it mended.
 
+Where it is late, streams are paced: :mod:`server.api.stream_pacing`.
+
 - Tokens that a step brought past a stop string: vLLM trims them from the answer, and counts them.
 - A client that leaves is counted as an abort: vLLM forgets the request without a word to the statistics.
 - A request that failed alone is answered with the engine's own sentence:
@@ -21,6 +23,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 from nwor.engine.request_isolation.request_failures import read_reason
 from server.api.refusals import RefusalError
+from server.api.stream_pacing import StreamPacer, pace
 
 
 class MendedOutputProcessor(OutputProcessor):
@@ -30,6 +33,21 @@ class MendedOutputProcessor(OutputProcessor):
     _nwor_loggers: Any = None
     _nwor_iteration: IterationStats | None = None
     _nwor_aborting = False
+    #: None where streams are not paced.
+    _nwor_pacer: StreamPacer | None = None
+
+    def add_request(
+        self,
+        request: Any,
+        prompt: str | None,
+        parent_req: Any = None,
+        request_index: int = 0,
+        queue: Any = None,
+    ) -> None:
+        """Take in a request, whose outputs will go into ``queue``."""
+        if self._nwor_pacer is not None:
+            pace(queue, self._nwor_pacer)
+        super().add_request(request, prompt, parent_req, request_index, queue)
 
     def process_outputs(
         self,
@@ -39,6 +57,8 @@ class MendedOutputProcessor(OutputProcessor):
         **kwargs: Any,
     ) -> Any:
         """Take in a step's outputs; those that failed end with an error that says why."""
+        if self._nwor_pacer is not None:
+            self._nwor_pacer.note(engine_core_timestamp)
         failed = []
         for output in engine_core_outputs:
             if output.finish_reason is None:
@@ -127,9 +147,16 @@ def _error(status: int, message: str) -> Exception:
     return GracefulHTTPError(message, HTTPStatus(status))
 
 
-def install(engine: Any) -> None:
-    """Mend the output processor of an ``AsyncLLM``."""
+def install(engine: Any, pacing: bool = True) -> None:
+    """Mend the output processor of an ``AsyncLLM``.
+
+    Args:
+        engine: vLLM's engine client.
+        pacing: whether streams are paced while the front end is late.
+
+    """
     processor: Any = getattr(engine, "output_processor", None)
     if type(processor) is OutputProcessor:
         processor.__class__ = MendedOutputProcessor
         processor._nwor_loggers = getattr(engine, "logger_manager", None)
+        processor._nwor_pacer = StreamPacer() if pacing else None

@@ -44,6 +44,7 @@ def test_our_flags_stand_in_a_group_of_their_own() -> None:
         "drain_timeout",
         "max_body_size",
         "max_grammar_size",
+        "no_stream_pacing",
     ]
 
 
