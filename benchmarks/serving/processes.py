@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-#: Kinds of processes by the beginning of the names that vLLM gives them.
-KINDS = {"VLLM::Engi": "engine", "VLLM::Work": "worker"}
+#: Kinds of processes by the beginning of the names that vLLM gives them: each API server is a front.
+KINDS = {"VLLM::Engi": "engine", "VLLM::Work": "worker", "VLLM::APIS": "front"}
 PROC = Path("/proc")
 
 #: By kind of process (front, engine, worker, other): ``seconds`` that it has had a core, ``system`` of them

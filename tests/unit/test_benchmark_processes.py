@@ -34,10 +34,11 @@ def test_processes_of_a_group_by_kind(tmp_path: Path) -> None:
     _process(tmp_path, 51, "VLLM::EngineCor", 50, 20, 2 * TICK, 0, [])
     _process(tmp_path, 52, "VLLM::EngineCor", 50, 1, TICK, TICK, [10**9])
     _process(tmp_path, 53, "a (strange) name", 50, 0, 0, TICK, [])
+    _process(tmp_path, 54, "VLLM::APIServer", 50, 5, TICK, 0, [])
     _process(tmp_path, 60, "python3", 60, 99, 99 * TICK, 0, [10**12])
     (tmp_path / "70").mkdir()  # ends while it is looked at
     assert processes.usage(50, tmp_path) == {
-        "front": {"seconds": 4.0, "system": 1.0, "waited": 1.5, "faults": 10.0},
+        "front": {"seconds": 5.0, "system": 1.0, "waited": 1.5, "faults": 15.0},
         "engine": {"seconds": 4.0, "system": 1.0, "waited": 1.0, "faults": 21.0},
         "other": {"seconds": 1.0, "system": 1.0, "waited": 0.0, "faults": 0.0},
     }
