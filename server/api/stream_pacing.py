@@ -31,6 +31,8 @@ MEAN_OVER = 0.1
 SAME_CLOCK = 10.0
 #: Seconds between two looks at what is held.
 LOOK = 0.002
+#: Seconds without outputs after which the front end counts as one that keeps up.
+REST = 1.0
 
 
 #: Both metrics, once they exist.
@@ -66,6 +68,7 @@ class StreamPacer:
         self._late = self._made = 0.0
         self._held: list[PacedCollector] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._resting: asyncio.TimerHandle | None = None
         self._gauge, self.merged = _metrics()
 
     def note(self, made: float | None) -> None:
@@ -82,10 +85,23 @@ class StreamPacer:
             return
         self._made = made
         self._late += min((now - before) / MEAN_OVER, 1.0) * (now - made - self._late)
-        hold = min(max(GAIN * (self._late - FREE), 0.0), MOST_HOLD)
+        self._set(min(max(GAIN * (self._late - FREE), 0.0), MOST_HOLD))
+        if self.hold and self._resting is None:
+            self._resting = asyncio.get_running_loop().call_later(REST, self._rest)
+
+    def _set(self, hold: float) -> None:
         if hold != self.hold:
             self.hold = hold
             self._gauge.set(hold)
+
+    def _rest(self) -> None:
+        """Go back to none where no outputs have come for a while, so that the gauge says so."""
+        left = REST - (time.monotonic() - self.now)
+        if left <= 0:
+            self._late = 0.0
+            self._set(0.0)
+        again = asyncio.get_running_loop().call_later(max(left, LOOK), self._rest) if self.hold else None
+        self._resting = again
 
     def keep(self, collector: PacedCollector) -> None:
         """See to it that a collector delivers what it holds."""

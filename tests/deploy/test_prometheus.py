@@ -37,12 +37,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from nwor.engine.stats.metrics import NworStatLogger
 from server import demo
+from server.api.stream_pacing import StreamPacer
 
 draft = {"method": demo.draft_method(), "model": str(demo.draft_path()), "num_speculative_tokens": 4}
 nwor = {"nwor": {"mode": "stage"}}
 args = EngineArgs(model=str(demo.model_path()), speculative_config=draft, additional_config=nwor)
 config = args.create_engine_config()
-loggers = PrometheusStatLogger(config, [0]), NworStatLogger(config, [0])
+loggers = PrometheusStatLogger(config, [0]), NworStatLogger(config, [0]), StreamPacer()
 ends = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"]}
 names = [family.name + end for family in REGISTRY.collect() for end in ends.get(family.type, [""])]
 print("NAMES", *names)

@@ -232,6 +232,24 @@ def test_it_ends_when_the_front_end_has_caught_up(clock: Clock) -> None:
     asyncio.run(run())
 
 
+def test_the_gauge_falls_where_nothing_runs_any_more(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_pacing, "REST", 0.02)
+
+    async def run() -> None:
+        front = Front(clock, 1)
+        for number in range(30):
+            front.step(PIECE * number, 0.05, finished=number == 29)
+            clock.now += 0.01
+        pacer = front.processor._nwor_pacer
+        assert stream_pacing._metrics()[0]._value.get() == pacer.hold == MOST_HOLD
+        clock.now += 1.0
+        await asyncio.sleep(0.1)
+        assert stream_pacing._metrics()[0]._value.get() == pacer.hold == 0.0
+        assert pacer._resting is None
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY])
 def test_other_kinds_of_outputs_are_left_alone(clock: Clock, kind: RequestOutputKind) -> None:
     async def run() -> None:
