@@ -21,6 +21,9 @@ from server.admin_api.routes import Admin, make_router
 from server.nwor_options import ADMIN_KEY_VARIABLE
 from server.options import DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_GRAMMAR
 
+#: Set to 0, pieces of streams are never merged, as with ``--no-stream-pacing``.
+PACING_VARIABLE = "NWOR_STREAM_PACING"
+
 #: Attribute of the command line that only ``nwor-server`` sets; it has routes of its own.
 _OURS = "admin_api_key"
 
@@ -81,4 +84,7 @@ class NworEndpoints:
         if self._app is None or engine_client is None:
             return
         self._admin.connect(engine_client, attach_metrics(engine_client))
-        additions.install(self._app, state, engine_client, DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_GRAMMAR)
+        pacing = os.environ.get(PACING_VARIABLE, "1") != "0"
+        additions.install(
+            self._app, state, engine_client, DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_GRAMMAR, pacing=pacing
+        )

@@ -101,8 +101,14 @@ def _check(args: argparse.Namespace) -> None:
         )
     if any(arm.adaptive for arm in args.arms) and args.acceptances != [OWN]:
         raise ValueError("adaptive verification goes by how sure a real head is: it needs --acceptance own")
-    if args.hard and not models.is_demo(args.shape):
-        raise ValueError("--hard: other shapes than the demo model have no texts, so none is easier")
+    if not 0 <= args.hard <= 1 or (
+        args.hard and (not models.is_demo(args.shape) or args.acceptances != [OWN])
+    ):
+        raise ValueError(
+            "--hard is a share from 0 to 1, and needs texts and a real head: a demo shape, --acceptance own"
+        )
+    if args.shared and models.is_demo(args.shape):
+        raise ValueError("--shared: modes of one server would find each other's texts in the prefix cache")
     args.scale = args.scale or {"1b": 2.0}.get(args.shape, 1.0)
 
 

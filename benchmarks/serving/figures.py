@@ -58,7 +58,7 @@ FIGURES: dict[str, tuple[Callable[[Record], float], bool]] = {
 
 def arms(records: Sequence[Record]) -> list[str]:
     """Return the arms of some records: stock first, then NWOR's modes."""
-    known = ["stock", "off", "stage", "cow", "tree", "auto", "auto-tree"]
+    known = ["stock", "off", "stage", "cow", "tree", "auto", "auto-tree", "stock-adaptive", "adaptive"]
     found = {record["arm"] for record in records}
     return sorted(found, key=lambda arm: (known.index(arm.split("@")[0]), arm))
 

@@ -418,4 +418,11 @@ SERVER_LEDGER = (
         removal="when vLLM adds acceptance there, and with the entries before",
         where="server.api.acceptance",
     ),
+    Patch(
+        target="vllm.v1.engine.output_processor.RequestOutputCollector",
+        why="a front end that is behind its engine writes each piece of each stream, and new requests wait",
+        how="the class of a stream's collector becomes a subclass, which merges pieces while that is so",
+        removal="when vLLM merges pieces by how late they are",
+        where="server.api.stream_pacing",
+    ),
 )

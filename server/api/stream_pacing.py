@@ -12,6 +12,7 @@ merged, as vLLM does where a stream's reader is slow. First and last pieces neve
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any
 
@@ -19,18 +20,20 @@ from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+logger = logging.getLogger("vllm.nwor.server")
+
 #: Most seconds between two pieces of a stream for this reason: less than a reader notices.
 MOST_HOLD = 0.05
 #: Seconds that a front end which keeps up may be late.
 FREE = 0.002
 #: Seconds between two pieces for each second that the front end is late.
 GAIN = 10.0
-#: Seconds over which the mean is taken of how late it is.
-MEAN_OVER = 0.1
+#: Seconds over which the mean is taken of how late it is, and the most weight of a step: one says little.
+MEAN_OVER, MOST_WEIGHT = 0.1, 0.25
 #: Engine and front end share a clock on one machine. What differs more comes from two.
-SAME_CLOCK = 10.0
+SAME_CLOCK = 1.0
 #: Seconds between two looks at what is held.
-LOOK = 0.002
+LOOK = 0.005
 #: Seconds without outputs after which the front end counts as one that keeps up.
 REST = 1.0
 
@@ -65,7 +68,7 @@ class StreamPacer:
         self.hold = 0.0
         #: When the outputs were taken in that are dealt out now.
         self.now = 0.0
-        self._late = self._made = 0.0
+        self._late = self._made = self._noted = 0.0
         self._held: list[PacedCollector] = []
         self._timer: asyncio.TimerHandle | None = None
         self._resting: asyncio.TimerHandle | None = None
@@ -78,13 +81,13 @@ class StreamPacer:
             made: seconds of its monotonic clock; None where it did not say.
 
         """
-        before, self.now = self.now, time.monotonic()
-        now = self.now
+        self.now = now = time.monotonic()
         # vLLM deals out many outputs in parts: only the first part comes at once.
         if made is None or made == self._made or not 0.0 <= now - made < SAME_CLOCK:
             return
-        self._made = made
-        self._late += min((now - before) / MEAN_OVER, 1.0) * (now - made - self._late)
+        weight = min((now - self._noted) / MEAN_OVER, MOST_WEIGHT)
+        self._made, self._noted = made, now
+        self._late += weight * (now - made - self._late)
         self._set(min(max(GAIN * (self._late - FREE), 0.0), MOST_HOLD))
         if self.hold and self._resting is None:
             self._resting = asyncio.get_running_loop().call_later(REST, self._rest)
@@ -110,9 +113,23 @@ class StreamPacer:
             self._timer = asyncio.get_running_loop().call_later(LOOK, self._look)
 
     def _look(self) -> None:
-        now = time.monotonic()
-        self._held = [collector for collector in self._held if not collector.deliver(now)]
-        self._timer = asyncio.get_running_loop().call_later(LOOK, self._look) if self._held else None
+        now, held = time.monotonic(), self._held
+        self._held, self._timer = [], None
+        for collector in held:
+            try:
+                delivered = collector.deliver(now)
+            except Exception as error:
+                # As in vLLM's own handler of outputs, but for the others, which go on.
+                logger.exception("A piece of a stream could not be delivered.")
+                collector.put(error)
+            else:
+                if not delivered:
+                    self.keep(collector)
+
+
+def _ends(output: RequestOutput) -> bool:
+    """Return whether a request, one of its answers, or one of its inputs ends with a piece."""
+    return output.finished or any(one.finish_reason is not None for one in output.outputs)
 
 
 class PacedCollector(RequestOutputCollector):
@@ -134,10 +151,10 @@ class PacedCollector(RequestOutputCollector):
         if held is not None:
             held.add(output, aggregate=True)
             pacer.merged.inc()
-            if held.finished:
+            if _ends(held):
                 self._nwor_held = None
                 super().put(held)
-        elif output.finished or pacer.now >= self._nwor_due:
+        elif _ends(output) or pacer.now >= self._nwor_due:
             self._nwor_due = pacer.now + pacer.hold
             super().put(output)
         else:

@@ -145,6 +145,27 @@ def test_other_arms_are_refused(text: str) -> None:
         plan.parse_arm(text, 4)
 
 
+def test_adaptive_arms_are_reported_behind_the_others() -> None:
+    records = [
+        {"arm": arm} for arm in ("adaptive@4", "auto-tree@60x8", "stock-adaptive@4", "stock@1", "stage")
+    ]
+    assert figures.arms(records) == ["stock@1", "stage", "auto-tree@60x8", "stock-adaptive@4", "adaptive@4"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--hard", "0.5", "--shape", "demo", "--acceptance", "0.6"],
+        ["--hard", "1.5", "--shape", "demo", "--acceptance", "own"],
+        ["--hard", "0.5", "--shape", "8b"],
+        ["--shared", "0.5", "--shape", "demo", "--acceptance", "own"],
+    ],
+)
+def test_what_would_mislabel_a_run_is_refused(flags: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--out", "x.json", *flags])
+
+
 def test_adaptive_arms_ask_vllm_for_it_and_need_a_real_head() -> None:
     for name, mode in (("adaptive@6", "stage"), ("stock-adaptive@6", "stock")):
         arm = plan.parse_arm(name, 4)

@@ -32,7 +32,7 @@ class Seen:
         self.pure: list[float] = []
         self.groups: list[tuple[int, float, float, float]] = []
         self.times = StepTimes(COSTS)
-        self.times.observe = lambda _, __, seconds: self.pure.append(seconds)  # type: ignore[method-assign]
+        self.times.observe = lambda _, __, seconds, summed=False: self.pure.append(seconds)  # type: ignore[method-assign]
         self.times.observe_prompts = lambda *group: self.groups.append(group)  # type: ignore[method-assign]
 
     def run(self, steps: list[tuple[int, float]]) -> None:

@@ -364,3 +364,25 @@ def test_a_wrong_cost_of_prompts_does_not_hold_drafts_down(watched: bool) -> Non
         chosen.append(policy.chosen)
     # Where nobody looks at what prompts add, the wrong measurement does hold them down.
     assert (abs(chosen[0] - chosen[1]) <= 1) == watched, chosen
+
+
+COSTS = StepCosts((4,), (0, 2), ((0.005, 0.006),))
+
+
+def test_noise_of_single_steps_is_no_doubt() -> None:
+    times, source = StepTimes(COSTS), np.random.default_rng(3)
+    for _ in range(500):
+        times.observe(4, 2, 0.006 * source.lognormal(0.0, 0.15))
+        assert not times.is_in_doubt(4, 2)
+
+
+def test_what_sums_say_is_in_doubt_until_it_is_known() -> None:
+    times = StepTimes(COSTS)
+    for _ in range(50):
+        times.observe(4, 2, 0.006, summed=True)
+    assert not times.is_in_doubt(4, 2)
+    times.observe(4, 2, 0.012, summed=True)
+    assert times.is_in_doubt(4, 2)
+    for _ in range(20):
+        times.observe(4, 2, 0.012, summed=True)
+    assert times.step(4, 2) == pytest.approx(0.012, rel=0.1)

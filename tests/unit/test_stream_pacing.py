@@ -6,6 +6,7 @@ Coverage: vLLM's own output processor and collectors on an event loop, with a cl
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import random
 from collections.abc import Iterator
@@ -198,6 +199,89 @@ def test_an_error_is_told_at_once(clock: Clock) -> None:
         clock.now += MOST_HOLD
         await _settle()
         assert front.processor._nwor_pacer._timer is None
+
+    asyncio.run(run())
+
+
+def test_one_that_cannot_be_delivered_stops_no_other(clock: Clock) -> None:
+    async def run() -> None:
+        front = Front(clock, 2)
+        for number in range(60):
+            front.step(PIECE * number, 0.05)
+        broken = front.queues[0]
+        assert broken._nwor_held is not None
+        broken.deliver = lambda now: 1 / 0
+        await _settle()
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(front.readers[0], 10)
+        clock.now += MOST_HOLD
+        await _settle()
+        front.step(60 * PIECE, 0.05, requests=[1])
+        clock.now += MOST_HOLD
+        await _settle()
+        assert front.tokens(1) == list(range(61 * PIECE))
+        front.readers[1].cancel()
+
+    asyncio.run(run())
+
+
+def test_one_late_step_after_a_pause_says_little(clock: Clock) -> None:
+    async def run() -> None:
+        front = Front(clock, 1)
+        for number in range(20):
+            front.step(PIECE * number, 0.0005)
+            clock.now += 0.004
+        clock.now += 0.2
+        front.step(20 * PIECE, 0.012)
+        assert front.processor._nwor_pacer.hold < MOST_HOLD / 2
+        for reader in front.readers:
+            reader.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+def test_outputs_in_parts_are_as_late_as_whole_ones(clock: Clock, slices: int) -> None:
+    async def run() -> None:
+        front = Front(clock, 1)
+        pacer = front.processor._nwor_pacer
+
+        def steps(late: float) -> int:
+            """Deal out steps of 80 ms until it is known how late they are."""
+            count, wanted = 0, MOST_HOLD if late else 0.0
+            while pacer.hold != wanted and count < 100:
+                made = clock.now - late
+                for _ in range(slices):
+                    pacer.note(made)
+                    clock.now += 0.08 / slices
+                count += 1
+            return count
+
+        assert steps(0.2) <= 2
+        assert steps(0.0) <= 25
+        for reader in front.readers:
+            reader.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_end_of_an_answer_or_of_an_input_does_not_wait(clock: Clock, finished: bool) -> None:
+    async def run() -> None:
+        front = Front(clock, 1)
+        for number in range(60):
+            front.step(PIECE * number, 0.05)
+        queue = front.queues[0]
+        held = queue._nwor_held
+        assert held is not None
+        # As where one of several answers has ended, or an input whose request goes on with the next.
+        last = copy.deepcopy(held)
+        last.finished, last.outputs[0].finish_reason = finished, "length"
+        queue.put(last)
+        await asyncio.sleep(0)
+        assert front.pieces[0][-1].outputs[0].finish_reason == "length"
+        for reader in front.readers:
+            reader.cancel()
 
     asyncio.run(run())
 

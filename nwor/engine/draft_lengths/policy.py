@@ -163,21 +163,26 @@ class DraftLengthPolicy:
 
     def _is_untried(self, requests: int, drafts: int) -> bool:
         """Return whether a candidate was hardly tried, or took another time than expected when it was."""
-        times = self.times
-        assert times is not None
-        few = self._tries.get((times.place(requests), drafts), 0) < TRIES
-        return few or times.is_in_doubt(requests, drafts)
+        assert self.times is not None
+        return self._is_hardly_tried(requests, drafts) or self.times.is_in_doubt(requests, drafts)
 
-    def _is_known(self, requests: int, drafts: int) -> bool:
-        """Return whether a candidate was tried of late."""
+    def _is_hardly_tried(self, requests: int, drafts: int) -> bool:
+        assert self.times is not None
+        return self._tries.get((self.times.place(requests), drafts), 0) < TRIES
+
+    def _is_tried_of_late(self, requests: int, drafts: int) -> bool:
         assert self.times is not None
         since = self._now - self._tried_at.get((self.times.place(requests), drafts), -FORGOTTEN - 1)
-        return since <= FORGOTTEN and not self._is_untried(requests, drafts)
+        return since <= FORGOTTEN and not self._is_hardly_tried(requests, drafts)
+
+    def _is_known(self, requests: int, drafts: int) -> bool:
+        """Return whether a candidate was tried of late, and took about what was expected."""
+        return self._is_tried_of_late(requests, drafts) and not self._is_untried(requests, drafts)
 
     def _is_size_known(self, requests: int, drafts: int) -> bool:
         """Return whether a tree of this size was tried of late, however deep it was."""
         size = self._sizes[drafts]
-        return any(self._is_known(requests, k) for k in self.trees if self._sizes[k] == size)
+        return any(self._is_tried_of_late(requests, k) for k in self.trees if self._sizes[k] == size)
 
     def _hope(self, requests: int, drafts: int) -> float:
         """Return how much shorter a candidate's steps may be than what is known of them says."""

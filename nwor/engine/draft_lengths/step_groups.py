@@ -111,6 +111,6 @@ class StepGroups:
         for step in {(times.place(step.requests), step.drafts): step for step in group}.values():
             if not self._is_fresh(step):
                 expected = times.step(step.requests, step.drafts)
-                times.observe(step.requests, step.drafts, scale * expected)
+                times.observe(step.requests, step.drafts, scale * expected, summed=True)
         if adds > 0:
             times.observe_prompts(len(group), seconds, without, adds)

@@ -32,7 +32,8 @@ STALE = 64.0
 LEAST_NEW, MOST_NEW = 0.3, 1.5
 #: The same once a cell has so many steps.
 LEAST_KNOWN, MOST_KNOWN, KNOWN = 0.75, 1.25, 4
-#: Steps in a row that are so much longer, or all so much shorter, than expected show that a cell has changed.
+#: Findings in a row that are all longer, or all shorter, than expected show that a cell has changed: steps
+#: beyond their bounds, and sums of steps, which chance moves less, by so much.
 CHANGED, BEYOND = 3, 0.1
 #: Least seconds of a step, relative to its measurement.
 LEAST = 0.1
@@ -58,6 +59,8 @@ class _Row:
         self.seen = [0] * columns
         self.common = 0.0
         self._now = 0
+        #: By cell, whether sums of late took another time than expected, and too few to say why.
+        self.doubtful = [False] * columns
         # What known cells have moved by; and by cell, the row's step that saw it last, and that sum then.
         self._drift = 0.0
         self._then = [0] * columns
@@ -173,11 +176,12 @@ class StepTimes:
 
     def without_own(self, requests: int, drafts: int) -> float:
         """Return what :meth:`step` would, had nothing been seen of this number of draft tokens."""
-        return self._of(requests, drafts) + self._rows[self.place(requests)].common
+        measured = self._of(requests, drafts)
+        return max(measured + self._rows[self.place(requests)].common, LEAST * measured)
 
     def is_in_doubt(self, requests: int, drafts: int) -> bool:
-        """Return whether steps of late took far longer or shorter than expected, and too few to say why."""
-        return 0 < abs(self._rows[self.place(requests)].beyond[self._columns[drafts]]) < CHANGED
+        """Return whether sums of late took far longer or shorter than expected, and too few to say why."""
+        return self._rows[self.place(requests)].doubtful[self._columns[drafts]]
 
     def _of(self, requests: int, drafts: int) -> float:
         """Return what was measured."""
@@ -186,13 +190,14 @@ class StepTimes:
             seconds = self._measured[requests, drafts] = self.costs.step(requests, drafts)
         return seconds
 
-    def observe(self, requests: int, drafts: int, seconds: float) -> None:
+    def observe(self, requests: int, drafts: int, seconds: float, summed: bool = False) -> None:
         """Take in how long a step without prompts took.
 
         Args:
             requests: of the step.
             drafts: that each verified, and that were made for each; one of those measured.
             seconds: of the step.
+            summed: whether that follows from a sum of steps.
 
         """
         measured, expected = self._of(requests, drafts), self.step(requests, drafts)
@@ -203,7 +208,9 @@ class StepTimes:
         least, most = (LEAST_KNOWN, MOST_KNOWN) if known else (LEAST_NEW, MOST_NEW)
         taken = min(max(seconds, least * expected), most * expected)
         off = seconds / expected - 1.0
-        row.add(column, taken - measured, (off > BEYOND) - (off < -BEYOND))
+        longer, shorter = (off > BEYOND, off < -BEYOND) if summed else (seconds > taken, seconds < taken)
+        row.add(column, taken - measured, longer - shorter)
+        row.doubtful[column] = summed and 0 < abs(row.beyond[column]) < CHANGED
 
     def beside(self, rows: int, prompt: int) -> float:
         """Return the seconds that a prompt of ``prompt`` rows adds to a step of ``rows`` others."""
