@@ -34,7 +34,6 @@ async def create_app(engine: EngineClient, args: argparse.Namespace) -> FastAPI:
         admin_routes.install(app, engine, args.admin_api_key, metrics)
         dashboard.install(app)
     await init_app_state(engine, app.state, args, supported_tasks)
-    additions.install(
-        *(app, app.state, engine, args.max_body_size, args.max_grammar_size), pacing=not args.no_stream_pacing
-    )
+    pacing = not args.no_stream_pacing
+    additions.install(app, app.state, engine, args.max_body_size, args.max_grammar_size, pacing)
     return app

@@ -56,10 +56,9 @@ def label(name: str, cache_dtype: str, attention: str = "") -> str:
     return ", ".join(words)
 
 
-def _config(shape: Shape, layers: int, max_len: int) -> dict[str, object]:
+def dimensions(shape: Shape, layers: int) -> dict[str, object]:
+    """Return what ``config.json`` says of a shape."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": layers,
@@ -67,6 +66,14 @@ def _config(shape: Shape, layers: int, max_len: int) -> dict[str, object]:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_size,
         "vocab_size": shape.vocabulary,
+    }
+
+
+def _config(shape: Shape, layers: int, max_len: int) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **dimensions(shape, layers),
         "max_position_embeddings": max_len,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,

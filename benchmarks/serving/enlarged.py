@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.engine.shapes import Shape
+from benchmarks.engine.shapes import Shape, dimensions
 
 #: Standard deviation of weights that only cost time.
 NOISE = 0.02
 #: What a channel of every hidden state holds that no layer changes, relative to the smallest token embedding.
 #: Tokens that the demo model does not have get their logits from it.
 CONSTANT = 0.01
-#: No hidden state of the demo model is longer (Euclidean norm) before its last RMSNorm.
+#: Hidden states of the demo model are hardly longer (Euclidean norm) before its last RMSNorm.
 LONGEST = 1000.0
-#: Logits of tokens that the demo model does not have are at most this.
+#: Logits of tokens that the demo model does not have are about this, or less.
 NEVER = -200.0
 #: Tokens of a head's own vocabulary, as EAGLE-3 heads of Llama 3.1 have it.
 DRAFT_VOCABULARY = 32000
@@ -127,14 +127,10 @@ class Enlarged:
                 small *= self.query_scale if name == "q" else 1.0
                 # The KV heads in use hold nothing but the model's.
                 weight[: self.kv_heads * each * shape.head_size] = 0.0
-                for index in range(inputs):
-                    block = self._zeros(all_heads * shape.head_size, self.hidden)
-                    block[self._rows(own, each)] = small[:, index * self.hidden :][:, : self.hidden].to(
-                        block.dtype
-                    )
-                    used = self.kv_heads * each * shape.head_size
+                rows = self._rows(own, each)
+                for index, part in enumerate(small.to(weight.dtype).split(self.hidden, dim=1)):
                     start = index * shape.hidden
-                    weight[:used, start : start + self.hidden] = block[:used]
+                    weight[rows, start : start + self.hidden] = part
             yield f"{prefix}self_attn.{name}_proj.weight", weight
         output = self._zeros(shape.hidden, shape.heads * shape.head_size)
         down = self._zeros(shape.hidden, shape.intermediate)
@@ -168,22 +164,15 @@ class Enlarged:
         result = self.noise(rows, self.shape.hidden)
         result[:, : self.hidden + 1] = 0.0
         result[: len(weight), : self.hidden] = weight
-        # The last RMSNorm leaves at least this of the constant channel.
+        # The last RMSNorm leaves hardly less than this of the constant channel.
         least = _constant(weight) * float(self.shape.hidden) ** 0.5 / LONGEST
         result[len(weight) :, self.hidden] = NEVER / least
         return result
 
     def config(self, layers: int, **more: object) -> dict[str, Any]:
         """Return the larger model's ``config.json``."""
-        shape = self.shape
         return self.small | {
-            "hidden_size": shape.hidden,
-            "intermediate_size": shape.intermediate,
-            "num_hidden_layers": layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.head_size,
-            "vocab_size": shape.vocabulary,
+            **dimensions(self.shape, layers),
             "rms_norm_eps": self.small["rms_norm_eps"] * self.norm_scale**2,
             "rope_theta": self.theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.theta},
@@ -277,14 +266,15 @@ def _write(folder: Path, config: dict[str, Any], parts: list[Callable[[], _Tenso
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
 
-    def one(index: int) -> tuple[str, dict[str, torch.Size]]:
-        name = f"model-{index + 1:05d}-of-{len(parts):05d}.safetensors"
-        tensors = parts[index]()
+    def one(number: int) -> dict[str, str]:
+        name = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        tensors = parts[number]()
         save_file(tensors, folder / name, {"format": "pt"})
-        return name, {key: tensor.shape for key, tensor in tensors.items()}
+        return dict.fromkeys(tensors, name)
 
+    places: dict[str, str] = {}
     with ThreadPoolExecutor(_WRITERS) as pool:
-        written = list(pool.map(one, range(len(parts))))
-    names = {key: name for name, keys in written for key in keys}
-    index = {"metadata": {}, "weight_map": names}
+        for found in pool.map(one, range(len(parts))):
+            places |= found
+    index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

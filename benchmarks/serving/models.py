@@ -33,7 +33,7 @@ def is_demo(shape: str) -> bool:
 
 
 def known_shapes() -> list[str]:
-    """Return what ``--shape`` may be."""
+    """Return what ``--shape`` may be. The tiny one has no room for the demo model."""
     return [DEMO, *shapes.SHAPES, *(f"{ENLARGED}{name}" for name in shapes.SHAPES if name != "tiny")]
 
 

@@ -1,8 +1,8 @@
 """Streams of many clients: pieces of answers are merged while the front end is behind the engine.
 
-A step gives each request a piece of its answer, and each piece costs about as much as any other, however many
-tokens it has: a JSON document, a chunk, a system call. A fast engine gives more pieces than one process can
-write. Then new requests wait behind them, and the engine runs out of work.
+A step gives each request a piece of its answer. However many tokens it has, it costs about as much: a JSON
+document, a chunk, a system call. A fast engine gives more pieces than one process can write. Then new
+requests wait behind them, and the engine runs out of work.
 
 The engine notes when it made a step's outputs, so the front end knows how late it is. While it is late, a
 stream gets its next piece no sooner than some milliseconds after the last one. What comes in between is
@@ -72,7 +72,9 @@ class StreamPacer:
         self._held: list[PacedCollector] = []
         self._timer: asyncio.TimerHandle | None = None
         self._resting: asyncio.TimerHandle | None = None
-        self._gauge, self.merged = _metrics()
+        #: Pieces merged since that was last told.
+        self.merged = 0
+        self._gauge, self._counter = _metrics()
 
     def note(self, made: float | None) -> None:
         """Take in when the engine made the outputs that are about to be dealt out.
@@ -115,6 +117,8 @@ class StreamPacer:
     def _look(self) -> None:
         now, held = time.monotonic(), self._held
         self._held, self._timer = [], None
+        self._counter.inc(self.merged)
+        self.merged = 0
         for collector in held:
             try:
                 delivered = collector.deliver(now)
@@ -150,7 +154,7 @@ class PacedCollector(RequestOutputCollector):
             return
         if held is not None:
             held.add(output, aggregate=True)
-            pacer.merged.inc()
+            pacer.merged += 1
             if _ends(held):
                 self._nwor_held = None
                 super().put(held)

@@ -175,10 +175,6 @@ class DraftLengthPolicy:
         since = self._now - self._tried_at.get((self.times.place(requests), drafts), -FORGOTTEN - 1)
         return since <= FORGOTTEN and not self._is_hardly_tried(requests, drafts)
 
-    def _is_known(self, requests: int, drafts: int) -> bool:
-        """Return whether a candidate was tried of late, and took about what was expected."""
-        return self._is_tried_of_late(requests, drafts) and not self._is_untried(requests, drafts)
-
     def _is_size_known(self, requests: int, drafts: int) -> bool:
         """Return whether a tree of this size was tried of late, however deep it was."""
         size = self._sizes[drafts]
@@ -188,7 +184,7 @@ class DraftLengthPolicy:
         """Return how much shorter a candidate's steps may be than what is known of them says."""
         if self._is_untried(requests, drafts):
             return HOPE_UNTRIED
-        if self._is_known(requests, drafts):
+        if self._is_tried_of_late(requests, drafts):
             return HOPE_TRIED
         # A tree may be accepted to its end, whatever it was before: then its tokens are hoped for.
         hope = HOPE_FORGOTTEN if drafts not in self.trees or self._is_size_known(requests, drafts) else 1.0
