@@ -113,7 +113,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         for flags in (("--enforce-eager", "--no-enforce-eager"), "--dtype")
     )
     apply_device_defaults(args, current_platform.device_type, eager_given, dtype_given)
-    resolve_processes(args)
+    resolve_processes(args, current_platform.device_type)
     check_port(args.host, args.port, args.uds)
     if admin_is_separate(args):
         check_port(args.admin_host or DEFAULT_ADMIN_HOST, args.admin_port or 0, args.admin_uds, "--admin-")

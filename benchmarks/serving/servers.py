@@ -179,6 +179,9 @@ def command(
     stock = name.startswith(STOCK)
     result = [*stock_command(), str(target)] if stock else [sys.executable, "-m", "server", str(target)]
     result += ["--host", HOST, "--served-model-name", MODEL, *flags]
+    if not stock and not any(flag.startswith("--api-server-count") for flag in flags):
+        # As many as stock has, and one process sees all steps.
+        result += ["--api-server-count", "1"]
     if speculation is not None:
         result += ["--speculative-config", json.dumps(speculation)]
     if not stock and arm is not None and (arm.chosen or arm.tree is not None):

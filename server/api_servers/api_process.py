@@ -7,6 +7,7 @@ for all, so that one that reaches a whole process group counts once.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from server.admin_api.listener import AdminListener
+from server.api_servers import throughput_log
 from server.errors import StartupError
 
 #: What a process says once it serves.
@@ -65,6 +67,7 @@ def run(
         configure_logging(logging_config)
     set_process_title("APIServer", str(index))
     decorate_logs()
+    throughput_log.drop_vllms_warning()
     if not args.no_nwor:
         plugin.register()
     # What vLLM does in the process that binds the socket, and in each of its own that serve.
@@ -89,16 +92,33 @@ async def _serve(
 ) -> int:
     from server.serving import serve
 
-    loads = (client_config.pop("api_server_loads"), client_config["client_index"])
-    return await serve(
-        args,
-        sock,
-        admin,
-        ready=lambda: pipe.send(READY),
-        client_config=client_config,
-        peer_loads=loads,
-        orders=Orders(pipe),
-    )
+    index: int = client_config["client_index"]
+    loads = (client_config.pop("api_server_loads"), index)
+    log = _log_throughput(args) if index == 0 else None
+    try:
+        return await serve(
+            args,
+            sock,
+            admin,
+            ready=lambda: pipe.send(READY),
+            client_config=client_config,
+            peer_loads=loads,
+            orders=Orders(pipe),
+        )
+    finally:
+        if log is not None:
+            log.cancel()
+
+
+def _log_throughput(args: argparse.Namespace) -> asyncio.Task[None] | None:
+    """Write the throughput of all processes to the log, where vLLM would with one."""
+    from vllm import envs
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    if args.disable_log_stats:
+        return None
+    log = throughput_log.ThroughputLog(get_prometheus_registry)
+    return asyncio.create_task(log.run(envs.VLLM_LOG_STATS_INTERVAL))
 
 
 class Orders:

@@ -3,56 +3,86 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from server.errors import UsageError
+from server.processor import usable_processors
+
+#: Processes that serve HTTP before one engine on an accelerator, where there are processors for them. Before
+#: 256 clients of a small model one is busier than the engine; of two neither is.
+_FRONTS = 2
+#: Processors for each worker of the engines, and as many again, from which on there are :data:`_FRONTS`.
+_PROCESSORS = 4
 
 
-def resolve_processes(args: argparse.Namespace) -> None:
-    """Settle ``args.api_server_count`` as vLLM does, and refuse what this server is not.
+def resolve_processes(args: argparse.Namespace, device_type: str) -> None:
+    """Settle ``args.api_server_count``, and refuse what this server is not.
 
-    Unless it is given, there is one for each engine that they share: the data parallel size, or its local
-    part with hybrid load balancing. There is one where somebody else's load balancer knows every server,
-    with an elastic number of engines, and where clients may load adapters.
+    Unless it is given, there is one for each engine that they share, as with ``vllm serve``: the data
+    parallel size, or its local part with hybrid load balancing. One engine on an accelerator has
+    :data:`_FRONTS` where the machine has processors to spare. There is one where somebody else's load
+    balancer knows every server, with an elastic number of engines, and where a process keeps what a client's
+    next request needs.
 
     Args:
         args: the parsed command line.
+        device_type: vLLM's name of the device.
 
     Raises:
         UsageError: the flags ask for what cannot be served; the message says what to do.
 
     """
     _refuse_other_launchers(args)
-    from vllm import envs
-
-    given = args.api_server_count
-    runtime_lora = envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
+    given, alone = args.api_server_count, _needs_one(args)
     if given is None:
-        args.api_server_count = 1 if runtime_lora else _default_count(args)
-        return
-    if given < 1:
+        args.api_server_count = 1 if alone else _default_count(args, device_type)
+    elif given < 1:
         raise UsageError(
             f"--api-server-count {given} leaves nobody to serve HTTP: give 1 or more, or start engines alone "
             "with 'vllm serve --headless'"
         )
-    if given > 1 and args.enable_elastic_ep:
-        raise UsageError(
-            f"--api-server-count {given} cannot be had with --enable-elastic-ep: vLLM changes the number of "
-            "engines from one process; drop one of them"
-        )
-    if given > 1 and runtime_lora:
-        raise UsageError(
-            f"--api-server-count {given} cannot be had with VLLM_ALLOW_RUNTIME_LORA_UPDATING: an adapter "
-            "that a client loads would be known to one process of them; unset it, or name adapters with "
-            "--lora-modules"
-        )
+    elif given > 1 and alone:
+        raise UsageError(f"--api-server-count {given} cannot be had with {alone}")
 
 
-def _default_count(args: argparse.Namespace) -> int:
-    if args.data_parallel_external_lb or args.data_parallel_rank is not None or args.enable_elastic_ep:
+def _needs_one(args: argparse.Namespace) -> str | None:
+    """Return what only one process can serve, why, and what to do; None where several can."""
+    from vllm import envs
+
+    if args.enable_elastic_ep:
+        return "--enable-elastic-ep: vLLM changes the number of engines from one process; drop one of them"
+    if envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        return (
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING: an adapter that a client loads would be known to one process "
+            "of them; unset it, or name adapters with --lora-modules"
+        )
+    if envs.VLLM_ENABLE_RESPONSES_API_STORE:
+        return (
+            "VLLM_ENABLE_RESPONSES_API_STORE: a response would be stored in one process of them, and the "
+            "next request may reach another; unset it, or have one process"
+        )
+    return None
+
+
+def _default_count(args: argparse.Namespace, device_type: str) -> int:
+    if args.data_parallel_external_lb or args.data_parallel_rank is not None:
         return 1
     if args.data_parallel_hybrid_lb or args.data_parallel_start_rank is not None:
         return max(args.data_parallel_size_local or 1, 1)
-    return max(int(args.data_parallel_size), 1)
+    engines = max(int(args.data_parallel_size), 1)
+    if engines >= _FRONTS or device_type == "cpu":  # there the engine has work for all processors
+        return engines
+    workers = args.tensor_parallel_size * args.pipeline_parallel_size
+    if usable_processors() < _PROCESSORS * (workers + 1):
+        return engines
+    # vLLM sets its log up later than this.
+    print(
+        f"nwor-server: {_FRONTS} processes serve HTTP, since there are processors for them; "
+        "--api-server-count 1 has one",
+        file=sys.stderr,
+        flush=True,
+    )
+    return _FRONTS
 
 
 def _refuse_other_launchers(args: argparse.Namespace) -> None:

@@ -113,6 +113,10 @@ def test_requests_add_up_over_engines_and_processes(pair: ServerProcess) -> None
     assert report["counters"]["windows"] == total["windows"]
     assert report["counters"]["accepted_tokens"] == total["accepted_tokens"]
     assert report["counters"]["saved_bytes"] == total["kv_bytes_saved"]
+    # One process writes vLLM's line about throughput for all, which says what vLLM would not.
+    line = r"All 2 engines, all API servers: Avg prompt throughput: .*Mean acceptance length: \d\.\d\d"
+    wait_until(lambda: re.search(line, pair.log), 30, "the throughput is logged")
+    assert "disabling stats logging" not in pair.log
 
 
 def test_one_call_switches_every_engine(pair: ServerProcess) -> None:

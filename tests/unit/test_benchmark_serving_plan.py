@@ -198,6 +198,10 @@ def test_commands_differ_in_the_server_alone() -> None:
     assert "--speculative-config" not in stock
     assert stock[-1] == "--x"
     assert ours[ours.index("--nwor-modes") + 1] == "off,stage"
+    # As many API servers as stock has, be it by default or by the flags of all.
+    assert ours[ours.index("--api-server-count") + 1] == "1"
+    both = ["--api-server-count=2"]
+    assert "--api-server-count" not in servers.command("nwor@4", Path("m"), None, both, ["off"])
     assert servers.environment("stock@4", "", None, Path("p"), False)["NWOR_DISABLE"] == "1"
     assert "NWOR_DISABLE" not in servers.environment("nwor@4", "key", None, Path("p"), False)
 

@@ -15,13 +15,19 @@ import pytest
 pytest.importorskip("vllm")
 
 from server.api_servers import api_process, supervisor
+from server.api_servers import count as count_module
 from server.api_servers.api_process import ENGINE_DIED, READY, STOP
 from server.api_servers.count import resolve_processes
 from server.api_servers.supervisor import ApiProcesses
 from server.errors import StartupError, UsageError
 
 
-def count(**given: Any) -> int:
+@pytest.fixture(autouse=True)
+def sixteen_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(count_module, "usable_processors", lambda: 16.0)
+
+
+def count(device_type: str = "cuda", **given: Any) -> int:
     names = ("headless", "grpc", "data_parallel_multi_port_external_lb", "data_parallel_external_lb",
              "data_parallel_hybrid_lb", "enable_elastic_ep")  # fmt: skip
     absent = (
@@ -31,17 +37,20 @@ def count(**given: Any) -> int:
         "data_parallel_size_local",
         "shutdown_timeout",
     )
-    defaults = {**dict.fromkeys(names, False), **dict.fromkeys(absent), "data_parallel_size": 1}
+    sizes = dict.fromkeys(("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"), 1)
+    defaults = {**dict.fromkeys(names, False), **dict.fromkeys(absent), **sizes}
     args = argparse.Namespace(**{**defaults, **given})
-    resolve_processes(args)
+    resolve_processes(args, device_type)
     return int(args.api_server_count)
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, 1),
+        ({"api_server_count": 1}, 1),
         ({"api_server_count": 3}, 3),
+        ({"data_parallel_size": 2, "device_type": "cpu"}, 2),
+        ({"device_type": "cpu"}, 1),
         ({"data_parallel_size": 4}, 4),
         ({"data_parallel_size": 4, "api_server_count": 1}, 1),
         ({"data_parallel_size": 4, "data_parallel_rank": 1}, 1),
@@ -53,6 +62,32 @@ def count(**given: Any) -> int:
 )
 def test_there_are_as_many_as_vllm_would_start(given: dict[str, Any], expected: int) -> None:
     assert count(**given) == expected
+
+
+@pytest.mark.parametrize(
+    ("processors", "given", "expected"),
+    [
+        (7.9, {}, 1),
+        (8.0, {}, 2),
+        (8.0, {"tensor_parallel_size": 2}, 1),
+        (12.0, {"tensor_parallel_size": 2}, 2),
+        (19.0, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 1),
+        (20.0, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 2),
+        (64.0, {"data_parallel_size": 3}, 3),
+        (64.0, {"data_parallel_hybrid_lb": True}, 1),
+    ],
+)
+def test_an_engine_has_two_where_the_machine_has_processors_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    processors: float,
+    given: dict[str, Any],
+    expected: int,
+) -> None:
+    monkeypatch.setattr(count_module, "usable_processors", lambda: processors)
+    assert count(**given) == expected
+    # What differs from vLLM is said.
+    assert ("--api-server-count 1 has one" in capsys.readouterr().err) == (expected == 2)
 
 
 @pytest.mark.parametrize(
@@ -70,13 +105,14 @@ def test_what_cannot_be_served_says_what_to_do(given: dict[str, Any], says: str)
         count(**given)
 
 
-def test_adapters_that_clients_load_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+@pytest.mark.parametrize("variable", ["VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_RESPONSES_API_STORE"])
+def test_what_one_process_keeps_needs_one_process(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "1")
     assert count(api_server_count=1) == 1
-    with pytest.raises(UsageError, match="one process of them"):
+    with pytest.raises(UsageError, match=f"{variable}.*one process of them"):
         count(api_server_count=2)
     # Where nobody asked for several there is one.
-    assert count(data_parallel_size=2) == 1
+    assert count() == count(data_parallel_size=2) == 1
 
 
 class Process:

@@ -92,3 +92,29 @@ def test_gpus_and_other_models_keep_vllms_choice(
 def test_the_command_line_gets_there(processors: Path, free_port: int, words: list[str], dtype: str) -> None:
     processors.write_text(AVX2)
     assert cli.parse(["--demo", "--port", str(free_port), *words]).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("files", "share"),
+    [
+        (["max 100000\n"], None),
+        (["250000 100000\n"], 2.5),
+        (["-1\n", "100000\n"], None),
+        (["150000\n", "100000\n"], 1.5),
+        (["100000\n", "0\n"], None),
+        ([""], None),
+    ],
+)
+def test_a_container_has_a_share_of_the_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], share: float | None
+) -> None:
+    monkeypatch.setattr(processor.os, "sched_getaffinity", lambda _: set(range(8)))
+    paths = [tmp_path / str(place) for place in range(len(files))]
+    for path, text in zip(paths, files, strict=True):
+        path.write_text(text)
+    assert processor.usable_processors([[tmp_path / "absent"], paths]) == (share or 8)
+
+
+def test_a_share_of_more_than_there_are_gives_no_more(tmp_path: Path) -> None:
+    (tmp_path / "max").write_text("99999900000 100000")
+    assert processor.usable_processors([[tmp_path / "max"]]) == processor.usable_processors([])
