@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 #: Where Linux lists a processor's instruction sets.
 CPUINFO = Path("/proc/cpuinfo")
 
-#: Where Linux tells a container its share of the processors: by the second version of control groups, "quota
-#: period" in one file, or by the first, in two. The quota is "max" or -1 where there is none.
-CPU_QUOTAS = (
-    (Path("/sys/fs/cgroup/cpu.max"),),
-    (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")),
-)
+#: Where Linux lists this process' control groups, and where it has their files.
+CGROUPS, CGROUP_FILES = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 #: Instruction sets with products of bfloat16 numbers, as Linux names them: x86-64's, and Arm's.
 BF16_SETS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -59,26 +55,49 @@ def demo_dtype() -> tuple[str | None, str]:
     return "float32", f"float32: the processor has no instructions for bfloat16 ({', '.join(BF16_SETS[:2])})"
 
 
-def usable_processors(quotas: Sequence[Sequence[Path]] | None = None) -> float:
+def usable_processors(cgroups: Path = CGROUPS, files: Path = CGROUP_FILES) -> float:
     """Return how many processors this process and those that it starts can keep busy.
 
     Args:
-        quotas: where a container's share stands; :data:`CPU_QUOTAS` where None.
+        cgroups: the list of this process' control groups, of either version.
+        files: the folder of their files.
 
     Returns:
-        The processors that it may run on, or its share of them where that is less.
+        The processors that it may run on, or its share of them where that is less: the least quota of its
+        groups and those around them.
 
     """
     try:
         processors = float(len(os.sched_getaffinity(0)))
     except AttributeError:  # not on Linux
         processors = float(os.cpu_count() or 1)
-    shares = (_share(files) for files in (CPU_QUOTAS if quotas is None else quotas))
-    return min([processors, *(share for share in shares if share is not None)])
+    return min([processors, *_shares(cgroups, files)])
+
+
+def _shares(cgroups: Path, files: Path) -> Iterator[float]:
+    """Yield the quotas of this process as numbers of processors."""
+    try:
+        lines = cgroups.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # of the second version
+            base, names = files, ["cpu.max"]
+        elif "cpu" in controllers.split(","):
+            base, names = files / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        else:
+            continue
+        # A container sees its own group as the root, or a path that is not there: then the root counts.
+        own = base / path.lstrip("/")
+        for folder in (own, *(above for above in own.parents if above.is_relative_to(base))):
+            share = _share([folder / name for name in names])
+            if share is not None:
+                yield share
 
 
 def _share(files: Sequence[Path]) -> float | None:
-    """Return a quota as a number of processors; None where there is none."""
+    """Return a quota as a number of processors; None where there is none, which is "max" or -1."""
     try:
         quota, period = " ".join(file.read_text(encoding="utf-8") for file in files).split()
         share = int(quota) / int(period)

@@ -113,11 +113,15 @@ async def _serve(
 def _log_throughput(args: argparse.Namespace) -> asyncio.Task[None] | None:
     """Write the throughput of all processes to the log, where vLLM would with one."""
     from vllm import envs
+    from vllm.platforms import current_platform
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
     if args.disable_log_stats:
         return None
-    log = throughput_log.ThroughputLog(get_prometheus_registry)
+    # As vLLM's own logger names it.
+    device_type = current_platform.device_type
+    device = "GPU" if device_type == "cuda" else device_type.upper()
+    log = throughput_log.ThroughputLog(get_prometheus_registry, device)
     return asyncio.create_task(log.run(envs.VLLM_LOG_STATS_INTERVAL))
 
 

@@ -13,6 +13,20 @@ from server.processor import usable_processors
 _FRONTS = 2
 #: Processors for each worker of the engines, and as many again, from which on there are :data:`_FRONTS`.
 _PROCESSORS = 4
+#: Flags of what several processes do in part. Of the first six vLLM's log or load figures come from one
+#: process' requests, or not at all. The queue's limit holds for each process. The metric of LoRA adapters is
+#: added up over processes, though it is a time. Middlewares may keep anything.
+_IN_PART = (
+    "enable_logging_iteration_details",
+    "cudagraph_metrics",
+    "enable_mfu_metrics",
+    "enable_server_load_tracking",
+    "kv_transfer_config",
+    "ec_transfer_config",
+    "max_num_queued_tokens",
+    "enable_lora",
+    "middleware",
+)
 
 
 def resolve_processes(args: argparse.Namespace, device_type: str) -> None:
@@ -21,8 +35,8 @@ def resolve_processes(args: argparse.Namespace, device_type: str) -> None:
     Unless it is given, there is one for each engine that they share, as with ``vllm serve``: the data
     parallel size, or its local part with hybrid load balancing. One engine on an accelerator has
     :data:`_FRONTS` where the machine has processors to spare. There is one where somebody else's load
-    balancer knows every server, with an elastic number of engines, and where a process keeps what a client's
-    next request needs.
+    balancer knows every server, with an elastic number of engines, where a process keeps what a client's next
+    request needs, and where something is asked for that several do in part.
 
     Args:
         args: the parsed command line.
@@ -64,13 +78,24 @@ def _needs_one(args: argparse.Namespace) -> str | None:
     return None
 
 
+def _prefers_one(args: argparse.Namespace) -> bool:
+    """Return whether something is asked for that each of several processes does for its own part alone."""
+    from vllm import envs
+
+    profiler = getattr(args.profiler_config, "profiler", None)
+    given = (getattr(args, name, None) not in (None, False, []) for name in _IN_PART)
+    # In developers' mode requests are stopped by number, which the process knows that has them.
+    return envs.VLLM_SERVER_DEV_MODE or profiler is not None or any(given)
+
+
 def _default_count(args: argparse.Namespace, device_type: str) -> int:
     if args.data_parallel_external_lb or args.data_parallel_rank is not None:
         return 1
     if args.data_parallel_hybrid_lb or args.data_parallel_start_rank is not None:
         return max(args.data_parallel_size_local or 1, 1)
     engines = max(int(args.data_parallel_size), 1)
-    if engines >= _FRONTS or device_type == "cpu":  # there the engine has work for all processors
+    # On a CPU the engine has work for all processors.
+    if engines >= _FRONTS or device_type == "cpu" or _prefers_one(args):
         return engines
     workers = args.tensor_parallel_size * args.pipeline_parallel_size
     if usable_processors() < _PROCESSORS * (workers + 1):

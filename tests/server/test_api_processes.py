@@ -113,9 +113,11 @@ def test_requests_add_up_over_engines_and_processes(pair: ServerProcess) -> None
     assert report["counters"]["windows"] == total["windows"]
     assert report["counters"]["accepted_tokens"] == total["accepted_tokens"]
     assert report["counters"]["saved_bytes"] == total["kv_bytes_saved"]
-    # One process writes vLLM's line about throughput for all, which says what vLLM would not.
-    line = r"All 2 engines, all API servers: Avg prompt throughput: .*Mean acceptance length: \d\.\d\d"
-    wait_until(lambda: re.search(line, pair.log), 30, "the throughput is logged")
+    # One process writes vLLM's lines about throughput for all, which it would not.
+    wait_until(lambda: "SpecDecoding metrics: " in pair.log, 30, "the throughput is logged")
+    assert re.search(r"2 Engines Aggregated: .*generation throughput: (?!0\.0)\d+\.\d tokens/s", pair.log)
+    logged = [int(count) for count in re.findall(r"Accepted: (\d+) tokens", pair.log)]
+    assert 0 < sum(logged) <= total["accepted_tokens"]
     assert "disabling stats logging" not in pair.log
 
 

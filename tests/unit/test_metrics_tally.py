@@ -280,6 +280,36 @@ def test_metrics_show_what_is_drafted():
     assert told == {"engine": 0, **off}
 
 
+def test_what_is_drafted_is_known_to_processes_that_have_not_heard_of_it(tmp_path):
+    from types import SimpleNamespace
+
+    config = SimpleNamespace(
+        additional_config={"nwor": {"mode": "stage", "draft_tokens": "auto:0-4"}},
+        model_config=SimpleNamespace(served_model_name="tiny"),
+        speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
+    )
+    # Two objects stand for two processes.
+    one, other = (NworStatLogger(config, [0, 1], Peers(tmp_path, 1)) for _ in range(2))
+    assert other.drafting() == []
+
+    def heard(logger, engine, chosen):
+        new = figures.EngineFigures(drafting=DRAFTING | {"chosen": chosen})
+        logger.record(figures.EngineStats(nwor=new), None, engine_idx=engine)
+
+    def told(logger):
+        return [(engine["engine"], engine["chosen"]) for engine in logger.drafting()]
+
+    heard(one, 0, 1)
+    assert told(one) == told(other) == [(0, 1)]
+    heard(other, 1, 2)
+    heard(other, 0, 3)
+    # The latest counts, whichever of the two has heard it.
+    assert told(one) == told(other) == [(0, 3), (1, 2)]
+    heard(one, 0, 4)
+    assert told(one) == told(other) == [(0, 4), (1, 2)]
+    assert other.drafting()[0].items() >= (DRAFTING | {"chosen": 4}).items()
+
+
 def test_metrics_show_a_tree_and_requests_without():
     from types import SimpleNamespace
 

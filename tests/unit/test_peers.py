@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import subprocess
 import sys
@@ -41,6 +42,33 @@ def test_several_share_what_they_know(tmp_path: Path, monkeypatch: pytest.Monkey
     # Engines have switches of their own, and so has another server that uses the folder.
     assert latest(one, 1, 1)
     assert latest(Peers(tmp_path, family=os.getppid() + 1), 0, 1)
+
+
+def test_notes_reach_the_others(tmp_path: Path) -> None:
+    one, other = Peers(tmp_path, 1), Peers(tmp_path, 1)
+    assert other.told("what-0") is None
+    one.tell("what-0", [1.5, {"why": "é"}])
+    assert one.told("what-0") == other.told("what-0") == [1.5, {"why": "é"}]
+    other.tell("what-0", [2.5, {}])
+    assert one.told("what-0") == [2.5, {}]
+    assert one.told("what-1") is None
+    assert Peers(tmp_path, 2).told("what-0") is None
+    alone = Peers()
+    alone.tell("what-0", 1)
+    assert alone.told("what-0") is None
+    # Nothing is left of notes that were replaced.
+    assert [path.name for path in tmp_path.iterdir()] == ["nwor-1-what-0"]
+
+
+def test_a_note_that_cannot_be_written_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    peers = Peers(tmp_path / "gone", 1)
+    for _ in range(3):
+        peers.tell("what-0", 1)
+    assert peers.told("what-0") is None
+    assert len([record for record in caplog.records if "do not hear of what-0" in record.message]) == 1
 
 
 async def _enter(peers: Peers) -> None:

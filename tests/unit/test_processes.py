@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from server import cli
 from server.api_servers import api_process, supervisor
 from server.api_servers import count as count_module
 from server.api_servers.api_process import ENGINE_DIED, READY, STOP
@@ -37,6 +38,7 @@ def count(device_type: str = "cuda", **given: Any) -> int:
         "data_parallel_size_local",
         "shutdown_timeout",
     )
+    given = {"profiler_config": SimpleNamespace(profiler=None), "middleware": []} | given
     sizes = dict.fromkeys(("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"), 1)
     defaults = {**dict.fromkeys(names, False), **dict.fromkeys(absent), **sizes}
     args = argparse.Namespace(**{**defaults, **given})
@@ -113,6 +115,46 @@ def test_what_one_process_keeps_needs_one_process(monkeypatch: pytest.MonkeyPatc
         count(api_server_count=2)
     # Where nobody asked for several there is one.
     assert count() == count(data_parallel_size=2) == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"enable_logging_iteration_details": True},
+        {"cudagraph_metrics": True},
+        {"enable_mfu_metrics": True},
+        {"enable_server_load_tracking": True},
+        {"kv_transfer_config": {"kv_connector": "x"}},
+        {"ec_transfer_config": {"ec_connector": "x"}},
+        {"max_num_queued_tokens": 8192},
+        {"enable_lora": True},
+        {"middleware": ["a.b"]},
+        {"profiler_config": SimpleNamespace(profiler="torch")},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_several_do_in_part_has_one_unless_more_are_asked_for(given: dict[str, Any]) -> None:
+    assert count() == 2
+    assert count(**given) == 1
+    assert count(**given, api_server_count=2) == count(**given, data_parallel_size=2) == 2
+    # It is a flag of vLLM's.
+    assert hasattr(cli.make_parser().parse_args(["m"]), next(iter(given)))
+
+
+def test_developers_mode_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    assert count() == 1
+    assert count(api_server_count=2) == 2
+
+
+def test_the_command_line_decides_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    asked: list[str] = []
+    monkeypatch.setattr(cli, "resolve_processes", lambda args, device_type: asked.append(device_type))
+    cli.parse(["--demo", "--port", "0"])
+    assert asked == [current_platform.device_type]
+    assert [count(device_type) for device_type in ("cuda", "xpu", "cpu")] == [2, 2, 1]
 
 
 class Process:

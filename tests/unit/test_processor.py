@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -94,27 +95,51 @@ def test_the_command_line_gets_there(processors: Path, free_port: int, words: li
     assert cli.parse(["--demo", "--port", str(free_port), *words]).dtype == dtype
 
 
+V2, V1 = "0::/a/b", "4:memory:/m\n3:cpu,cpuacct:/a/b\n1:name=systemd:/"
+
+
 @pytest.mark.parametrize(
-    ("files", "share"),
+    ("groups", "quotas", "share"),
     [
-        (["max 100000\n"], None),
-        (["250000 100000\n"], 2.5),
-        (["-1\n", "100000\n"], None),
-        (["150000\n", "100000\n"], 1.5),
-        (["100000\n", "0\n"], None),
-        ([""], None),
+        (V2, {"a/b/cpu.max": "max 100000\n"}, None),
+        (V2, {"a/b/cpu.max": "250000 100000\n"}, 2.5),
+        # Whatever is around the group holds for it, too.
+        (V2, {"a/b/cpu.max": "250000 100000", "a/cpu.max": "150000 100000", "cpu.max": "max 100000"}, 1.5),
+        # A container's own root, and one that sees the host's path.
+        ("0::/", {"cpu.max": "300000 100000"}, 3),
+        (V2, {"cpu.max": "300000 100000"}, 3),
+        (V1, {"cpu/a/b/cpu.cfs_quota_us": "-1\n", "cpu/a/b/cpu.cfs_period_us": "100000\n"}, None),
+        (V1, {"cpu/a/b/cpu.cfs_quota_us": "150000\n", "cpu/a/b/cpu.cfs_period_us": "100000\n"}, 1.5),
+        (V1, {"cpu/cpu.cfs_quota_us": "450000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.5),
+        (V1, {"cpu/a/b/cpu.cfs_quota_us": "100000", "cpu/a/b/cpu.cfs_period_us": "0"}, None),
+        (V2, {"a/b/cpu.max": ""}, None),
+        # Not this process'.
+        (V2, {"c/cpu.max": "100000 100000", "m/cpu.max": "100000 100000"}, None),
     ],
 )
 def test_a_container_has_a_share_of_the_processors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], share: float | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, quotas: dict[str, str], share: float | None
 ) -> None:
     monkeypatch.setattr(processor.os, "sched_getaffinity", lambda _: set(range(8)))
-    paths = [tmp_path / str(place) for place in range(len(files))]
-    for path, text in zip(paths, files, strict=True):
-        path.write_text(text)
-    assert processor.usable_processors([[tmp_path / "absent"], paths]) == (share or 8)
+    (tmp_path / "cgroups").write_text(groups + "\n")
+    for name, text in quotas.items():
+        (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "files" / name).write_text(text)
+    assert processor.usable_processors(tmp_path / "cgroups", tmp_path / "files") == (share or 8)
 
 
-def test_a_share_of_more_than_there_are_gives_no_more(tmp_path: Path) -> None:
-    (tmp_path / "max").write_text("99999900000 100000")
-    assert processor.usable_processors([[tmp_path / "max"]]) == processor.usable_processors([])
+def test_a_share_of_more_than_there_are_gives_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor.os, "sched_getaffinity", lambda _: set(range(8)))
+    (tmp_path / "cgroups").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text("99999900000 100000")
+    assert processor.usable_processors(tmp_path / "cgroups", tmp_path) == 8
+    assert processor.usable_processors(tmp_path / "absent", tmp_path) == 8
+
+
+def test_the_files_are_where_linux_has_them() -> None:
+    if not processor.CGROUPS.is_file():
+        pytest.skip("no Linux with control groups")
+    assert processor.CGROUP_FILES.is_dir()
+    assert 0 < processor.usable_processors() <= len(os.sched_getaffinity(0))

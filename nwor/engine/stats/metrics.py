@@ -204,7 +204,9 @@ class NworStatLogger(AggregateStatLoggerBase):
 
     def _show_drafting(self, drafting: dict[str, Any], engine: int) -> None:
         """Show what an engine chooses, and keep its explanation for the admin API."""
-        self._drafting[engine] = time.monotonic(), drafting
+        # The clock is the machine's, so the processes can compare.
+        self._drafting[engine] = heard = (time.monotonic(), drafting)
+        self.peers.tell(f"drafting-{engine}", heard)
         labels = (self._model, str(engine))
         self._child(self._chosen, *labels).set(drafting["chosen"])
         self._child(self._auto, *labels).set(drafting["auto"])
@@ -213,12 +215,15 @@ class NworStatLogger(AggregateStatLoggerBase):
             self._child(self._estimate, *labels, str(position)).set(chance)
 
     def drafting(self) -> list[dict[str, Any]]:
-        """Return each engine's latest explanation of its draft tokens that this process has heard of."""
+        """Return each engine's latest explanation of its draft tokens, whichever process has heard it."""
         now = time.monotonic()
-        return [
-            {"engine": engine, "seconds_ago": round(now - when, 1), **drafting}
-            for engine, (when, drafting) in sorted(self._drafting.items())
-        ]
+        found = []
+        for engine in sorted(self._switches):
+            heard = self._drafting.get(engine), self.peers.told(f"drafting-{engine}")
+            if latest := max(filter(None, heard), key=lambda one: float(one[0]), default=None):
+                when, drafting = latest
+                found.append({"engine": engine, "seconds_ago": round(now - when, 1), **drafting})
+        return found
 
     def _child(self, metric: Any, *labels: str) -> Any:
         """Return ``metric.labels(...)``, looked up once: this runs in every step."""

@@ -1,4 +1,4 @@
-"""What several API server processes of one server agree on: one change at a time, and the latest mode.
+"""What several API server processes of one server share: one change at a time, the latest mode, and notes.
 
 Each of them can switch the mode of every engine, and each hears of some steps only. They have a folder in
 common already, that of their metrics, and the process that started them.
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger("vllm.nwor")
 
 #: Where prometheus_client adds up what several processes count; vLLM sets it for them.
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -34,6 +38,7 @@ class Peers:
         self._folder = folder
         self._family = family
         self._lock = asyncio.Lock()
+        self._failed = False
 
     @classmethod
     def of(cls, engine: Any) -> Peers:
@@ -85,6 +90,37 @@ class Peers:
                 file.write(str(switches))
                 file.flush()
             yield switches >= latest
+
+    def tell(self, name: str, value: Any) -> None:
+        """Leave a note for the others; it replaces the one before, whoever has left that.
+
+        Where it cannot be written, that is logged once: whoever calls has more to do.
+
+        Args:
+            name: of the note, the same in every process.
+            value: anything that JSON has.
+
+        """
+        if self._folder is None:
+            return
+        # Whoever reads meanwhile finds the old note or the new one.
+        draft = self._path(f"{name}-{os.getpid()}")
+        try:
+            draft.write_text(json.dumps(value), "utf-8")
+            draft.replace(self._path(name))
+        except OSError as error:
+            if not self._failed:
+                logger.warning("Other API servers do not hear of %s: %s", name, error)
+            self._failed = True
+
+    def told(self, name: str) -> Any:
+        """Return the note of that name; None where nobody has left one, and for a process alone."""
+        if self._folder is None:
+            return None
+        try:
+            return json.loads(self._path(name).read_text("utf-8"))
+        except OSError:  # mostly, because nobody has left one yet
+            return None
 
     def _path(self, name: str) -> Path:
         assert self._folder is not None
