@@ -7,7 +7,6 @@ import gc
 from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.middleware import Middleware
-from vllm import envs
 from vllm.engine.protocol import EngineClient
 
 from server.api import (
@@ -52,8 +51,6 @@ def install(
     mended_answers.install(state)
     beam_search.install(state, engine)
     acceptance.install(state)
-    # As vLLM's engine does once it has started. Its front end reads a variable for each output of each step.
-    envs.enable_envs_cache()
     youngest, *older = gc.get_threshold()
     if 0 < youngest < GARBAGE_OBJECTS:  # 0: somebody has turned it off
         gc.set_threshold(GARBAGE_OBJECTS, *older)
