@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,21 +22,30 @@ CELLS = (
 class Cell:
     """So many requests decode; a prompt of so many tokens joins in every ``every``-th step.
 
-    A prompt longer than a step takes comes in chunks, one in each step, and the next one follows it.
+    A prompt longer than a step takes comes in chunks, one in each step, and the next one follows it. Of the
+    requests ``bounded`` have windows of ``drafts`` draft tokens at most.
     """
 
     requests: int
     prompt: int
     every: int = 2
+    bounded: int = 0
+    drafts: int = 0
 
     @property
     def name(self) -> str:
-        """Return it in short, as ``16x512``."""
-        return f"{self.requests}x{self.prompt}"
+        """Return it in short, as ``16x512``, or ``16x512:8/1`` where 8 requests have windows of one draft."""
+        bound = f":{self.bounded}/{self.drafts}" if self.bounded else ""
+        return f"{self.requests}x{self.prompt}{bound}"
+
+    def bound(self, index: int) -> int | None:
+        """Return the most draft tokens of a request's windows; None where it has no bound."""
+        # Spread out: those with a bound stand among the others.
+        return self.drafts if index * self.bounded % self.requests < self.bounded else None
 
 
 def parse(text: str, every: int) -> list[Cell]:
-    """Return the cells of ``16x512,64x0``; all of them for an empty text.
+    """Return the cells of ``16x512,64x0:32/1``; all of them for an empty text.
 
     Raises:
         ValueError: if it is of another form.
@@ -45,10 +55,15 @@ def parse(text: str, every: int) -> list[Cell]:
         return [Cell(*pair, every) for pair in CELLS]
     cells = []
     for part in text.split(","):
-        requests, by, prompt = part.strip().partition("x")
-        if not by or not requests.isdecimal() or not prompt.isdecimal() or not int(requests):
-            raise ValueError(f"{part!r} is no cell: give requests and prompt tokens, as 16x512")
-        cells.append(Cell(int(requests), int(prompt), every))
+        match = re.fullmatch(r"(\d+)x(\d+)(?::(\d+)/(\d+))?", part.strip())
+        found = [int(number or 0) for number in match.groups()] if match else [0]
+        if not found[0] or found[2] > found[0]:
+            raise ValueError(
+                f"{part!r} is no cell: give requests and prompt tokens, as 16x512, and how many of the "
+                "requests have windows of how many draft tokens at most, as 16x512:8/1"
+            )
+        requests, prompt, bounded, drafts = found
+        cells.append(Cell(requests, prompt, every, bounded, drafts))
     return cells
 
 

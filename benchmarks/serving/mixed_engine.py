@@ -118,13 +118,18 @@ class Rig:
 
             torch.cuda.Event.synchronize = synchronize  # type: ignore[method-assign,assignment]
 
-    def request(self, prompt: int, answer: int, name: str) -> Any:
-        """Return a request for the core."""
+    def request(self, prompt: int, answer: int, name: str, bound: int | None = None) -> Any:
+        """Return a request for the core; NWOR bounds the draft tokens of its windows."""
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
+        from nwor.engine.draft_lengths.request_bounds import MAX_DRAFT_TOKENS
+
         number = next(self._numbers)
-        params = SamplingParams(temperature=0.0, seed=number, max_tokens=answer, ignore_eos=True)
+        extra = None if bound is None else {MAX_DRAFT_TOKENS: bound}
+        params = SamplingParams(
+            temperature=0.0, seed=number, max_tokens=answer, ignore_eos=True, extra_args=extra
+        )
         words = self._random.choices(range(8, models.vocabulary(self.args.shape)), k=prompt)
         made = EngineCoreRequest(f"{name}{number}", words, None, params, None, time.time(), None, None, None)
         return self.core.preprocess_add_request(made)[0]
@@ -132,11 +137,14 @@ class Rig:
     def begin(self, cell: Cell) -> None:
         """Start the requests that decode, and step until all of them do."""
         self._ids = []
-        for index in range(cell.requests):
-            made = self.request(CONTEXT + 13 * (index % 17), self.args.max_len - 2 * CONTEXT, "decode-")
+        answer, stock = self.args.max_len - 2 * CONTEXT, self.modes == ["stock"]
+        bounds = [None if stock else cell.bound(index) for index in range(cell.requests)]
+        for index, bound in enumerate(bounds):
+            made = self.request(CONTEXT + 13 * (index % 17), answer, "decode-", bound)
             self._ids.append(made.request_id)
             self.core.add_request(made)
-        wanted = cell.requests * (self.args.k + 1)
+        k = self.args.k
+        wanted = sum(1 + (k if bound is None else min(bound, k)) for bound in bounds)
         for _ in range(10000):
             self.step()
             if self._arrived and sum(self._arrived[-1][2].values()) == wanted:
@@ -297,6 +305,7 @@ def main(argv: list[str]) -> int:
             took = max(took, time.time() - began)
             record["cells"].append(
                 {"requests": cell.requests, "prompt": cell.prompt, "every": cell.every, "blocks": blocks}
+                | ({"bounded": cell.bounded, "drafts": cell.drafts} if cell.bounded else {})
             )
             out.write_text(json.dumps(record))
             print(describe(args, cell, blocks, time.time() - began), flush=True)
@@ -321,6 +330,8 @@ def describe(
     """Return a cell in a line."""
     prompt = "16k" if cell.prompt == LONG else str(cell.prompt)
     parts = [f"{args.shape} {args.cache_dtype} {cell.requests:>3} x {prompt:>5}"]
+    if cell.bounded:
+        parts[0] += f", {cell.bounded} of at most {cell.drafts} drafts"
     base = next(iter(blocks))
     for mode, found in blocks.items():
         typical = mixed_cells.geometric_mean([one["typical"] for one in found])

@@ -241,8 +241,15 @@ def _blocks(*typical: float) -> list[dict[str, Any]]:
 def test_mixed_cells_come_in_order() -> None:
     assert [cell.name for cell in mixed_cells.parse("", 2)][:3] == ["16x128", "64x128", "16x512"]
     assert mixed_cells.parse("4x0", 2) == [mixed_cells.Cell(4, 0, 2)]
-    with pytest.raises(ValueError, match="cell"):
-        mixed_cells.parse("4", 2)
+    for wrong in ("4", "0x8", "4x0:5/1", "4x0:2", "axb"):
+        with pytest.raises(ValueError, match="cell"):
+            mixed_cells.parse(wrong, 2)
+    [cell] = mixed_cells.parse("8x128:4/1", 2)
+    assert cell.name == "8x128:4/1"
+    assert [cell.bound(index) for index in range(8)] == [1, None] * 4
+    [few] = mixed_cells.parse("8x0:3/0", 2)
+    assert sum(few.bound(index) == 0 for index in range(8)) == 3
+    assert [mixed_cells.Cell(4, 0).bound(index) for index in range(4)] == [None] * 4
 
 
 def test_blocks_of_steps_are_described() -> None:
@@ -265,6 +272,8 @@ def test_mixed_steps_are_reported() -> None:
     }
     cell["blocks"]["stage"][0]["counts"]["direct"] = {"large": 3}  # type: ignore[index]
     engine = {"shape": "8b", "cache": "fp8", "k": 4, "cells": [cell], "skipped": ["4x0"], "error": None}
+    bounded = {**engine, "cells": [cell | {"bounded": 8, "drafts": 1}]}
+    assert "| 16, 8 of at most 1 drafts | 128 | 10.00 |" in mixed_report.markdown([bounded])
     text = mixed_report.markdown([engine, {**engine, "cells": [], "error": "Error: no memory"}])
     assert "| 16 | 128 | 10.00 | 8.00 | 1.250 ± 0.000 | - | - | 10.00 | 8.00 | stage: large 3 |" in text
     assert "Not measured, the time was up: 4x0." in text
