@@ -68,7 +68,8 @@ def test_a_note_that_cannot_be_written_is_said_once(
     for _ in range(3):
         peers.tell("what-0", 1)
     assert peers.told("what-0") is None
-    assert len([record for record in caplog.records if "do not hear of what-0" in record.message]) == 1
+    # By identity: where another test has set vLLM's log up, a record comes twice.
+    assert len({id(record) for record in caplog.records if "do not hear of what-0" in record.message}) == 1
 
 
 async def _enter(peers: Peers) -> None:

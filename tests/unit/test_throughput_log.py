@@ -156,7 +156,9 @@ def test_figures_that_cannot_be_read_are_said_once_and_are_read_again(
     broken = Broken()
     run_for(ThroughputLog(broken, "GPU"), 20.0, lambda: broken.looks >= 6)
     assert broken.looks >= 6
-    assert [record.levelname for record in caplog.records if "not logged" in record.message] == ["ERROR"] * 2
+    # By identity: where another test has set vLLM's log up, a record comes twice.
+    said = {id(record): record.levelname for record in caplog.records if "not logged" in record.message}
+    assert list(said.values()) == ["ERROR"] * 2
 
 
 def test_nothing_is_read_where_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
