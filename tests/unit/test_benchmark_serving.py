@@ -19,6 +19,7 @@ from benchmarks.serving import (
     metrics,
     mixed_cells,
     mixed_report,
+    mixed_steps,
     plan,
     report,
     results,
@@ -272,7 +273,10 @@ def test_mixed_steps_are_reported() -> None:
     }
     cell["blocks"]["stage"][0]["counts"]["direct"] = {"large": 3}  # type: ignore[index]
     engine = {"shape": "8b", "cache": "fp8", "k": 4, "cells": [cell], "skipped": ["4x0"], "error": None}
-    bounded = {**engine, "cells": [cell | {"bounded": 8, "drafts": 1}]}
+    bounded = {**engine, "name": "8b", "cells": [cell, cell | {"bounded": 8, "drafts": 1}]}
+    assert mixed_steps.summary([bounded], "stage", "off") == (
+        "stage/off over 2 cells: 0.8000; below 1: 8b 16x128 0.800, 8b 16x128:8/1 0.800"
+    )
     assert "| 16, 8 of at most 1 drafts | 128 | 10.00 |" in mixed_report.markdown([bounded])
     text = mixed_report.markdown([engine, {**engine, "cells": [], "error": "Error: no memory"}])
     assert "| 16 | 128 | 10.00 | 8.00 | 1.250 ± 0.000 | - | - | 10.00 | 8.00 | stage: large 3 |" in text
