@@ -8,8 +8,8 @@ import sys
 from server.errors import UsageError
 from server.processor import usable_processors
 
-#: Processes that serve HTTP before one engine on an accelerator, where there are processors for them. With 256
-#: clients of a small model requests wait in one process, and first tokens come late (docs/performance.md).
+#: Processes that serve HTTP before one engine on an accelerator, where there are processors for them. With
+#: 256 clients of a small model requests wait in one, and first tokens come late (docs/performance.md).
 _FRONTS = 2
 #: Processors for each worker of the engines, and as many again, from which on there are :data:`_FRONTS`.
 _PROCESSORS = 4
