@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 #: Tokens of the prompt that comes in chunks.
@@ -38,10 +38,20 @@ class Cell:
         bound = f":{self.bounded}/{self.drafts}" if self.bounded else ""
         return f"{self.requests}x{self.prompt}{bound}"
 
+    @property
+    def clients(self) -> str:
+        """Return its requests in words."""
+        return f"{self.requests}{f', {self.bounded} of at most {self.drafts} drafts' if self.bounded else ''}"
+
     def bound(self, index: int) -> int | None:
         """Return the most draft tokens of a request's windows; None where it has no bound."""
         # Spread out: those with a bound stand among the others.
         return self.drafts if index * self.bounded % self.requests < self.bounded else None
+
+
+def of(record: Mapping[str, Any]) -> Cell:
+    """Return the cell of a record."""
+    return Cell(*(record.get(field.name, field.default) for field in fields(Cell)))
 
 
 def parse(text: str, every: int) -> list[Cell]:

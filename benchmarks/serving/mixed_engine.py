@@ -15,6 +15,7 @@ import random
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -303,10 +304,7 @@ def main(argv: list[str]) -> int:
             began = time.time()
             blocks = measure(rig, cell, args.blocks, args.steps)
             took = max(took, time.time() - began)
-            record["cells"].append(
-                {"requests": cell.requests, "prompt": cell.prompt, "every": cell.every, "blocks": blocks}
-                | ({"bounded": cell.bounded, "drafts": cell.drafts} if cell.bounded else {})
-            )
+            record["cells"].append(asdict(cell) | {"blocks": blocks})
             out.write_text(json.dumps(record))
             print(describe(args, cell, blocks, time.time() - began), flush=True)
         if args.profile:
@@ -329,9 +327,7 @@ def describe(
 ) -> str:
     """Return a cell in a line."""
     prompt = "16k" if cell.prompt == LONG else str(cell.prompt)
-    parts = [f"{args.shape} {args.cache_dtype} {cell.requests:>3} x {prompt:>5}"]
-    if cell.bounded:
-        parts[0] += f", {cell.bounded} of at most {cell.drafts} drafts"
+    parts = [f"{args.shape} {args.cache_dtype} {cell.clients:>3} x {prompt:>5}"]
     base = next(iter(blocks))
     for mode, found in blocks.items():
         typical = mixed_cells.geometric_mean([one["typical"] for one in found])

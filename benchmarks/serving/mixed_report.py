@@ -58,8 +58,7 @@ def _cache(engine: Mapping[str, Any]) -> str:
 
 def _row(cell: Mapping[str, Any], modes: Sequence[str], everything: dict[str, list[float]]) -> list[str]:
     blocks, base = cell["blocks"], modes[0]
-    bounded = f", {cell['bounded']} of at most {cell['drafts']} drafts" if cell.get("bounded") else ""
-    row = [f"{cell['requests']}{bounded}", "none" if not cell["prompt"] else str(cell["prompt"])]
+    row = [mixed_cells.of(cell).clients, "none" if not cell["prompt"] else str(cell["prompt"])]
     row += [f"{statistics.median(one['typical'] for one in blocks[mode]):.2f}" for mode in modes]
     for other in modes[1:]:
         each = mixed_cells.ratios(blocks, base, other, "typical")

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, engine: str, until: float) -> dict[str, Any]:
 def summary(records: list[dict[str, Any]], base: str, other: str) -> str:
     """Return the geometric mean over all cells, and the cells below 1."""
     found = {
-        f"{record['name']} {_cell(cell).name}": mixed_cells.geometric_mean(
+        f"{record['name']} {mixed_cells.of(cell).name}": mixed_cells.geometric_mean(
             mixed_cells.ratios(cell["blocks"], base, other, "typical")
         )
         for record in records
@@ -90,11 +90,6 @@ def summary(records: list[dict[str, Any]], base: str, other: str) -> str:
     below = [f"{name} {ratio:.3f}" for name, ratio in found.items() if ratio < 1]
     mean = mixed_cells.geometric_mean(list(found.values()))
     return f"{base}/{other} over {len(found)} cells: {mean:.4f}; below 1: {', '.join(below) or 'none'}"
-
-
-def _cell(found: dict[str, Any]) -> mixed_cells.Cell:
-    bounded, drafts = found.get("bounded", 0), found.get("drafts", 0)
-    return mixed_cells.Cell(found["requests"], found["prompt"], found["every"], bounded, drafts)
 
 
 def main(argv: list[str]) -> int:

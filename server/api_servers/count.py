@@ -82,10 +82,10 @@ def _prefers_one(args: argparse.Namespace) -> bool:
     """Return whether something is asked for that each of several processes does for its own part alone."""
     from vllm import envs
 
-    profiler = getattr(args.profiler_config, "profiler", None)
-    given = (getattr(args, name, None) not in (None, False, []) for name in _IN_PART)
     # In developers' mode requests are stopped by number, which the process knows that has them.
-    return envs.VLLM_SERVER_DEV_MODE or profiler is not None or any(given)
+    if envs.VLLM_SERVER_DEV_MODE or getattr(args.profiler_config, "profiler", None) is not None:
+        return True
+    return any(getattr(args, name) not in (None, False, []) for name in _IN_PART)
 
 
 def _default_count(args: argparse.Namespace, device_type: str) -> int:

@@ -106,7 +106,7 @@ class ThroughputLog:
         was_idle, self._idle = self._idle, idle
         if idle and was_idle:
             return []
-        passed = max(now - looked, 1e-9)
+        passed = now - looked
         parts = [
             f"Avg prompt throughput: {grown[_PROMPT] / passed:.1f} tokens/s",
             f"Avg generation throughput: {grown[_GENERATION] / passed:.1f} tokens/s",
@@ -117,18 +117,19 @@ class ThroughputLog:
             parts.append(f"Deferred: {figures[_DEFERRED]:.0f} reqs")
         if grown[_PREEMPTIONS]:
             parts.append(f"Preemptions: {grown[_PREEMPTIONS]:.0f}")
-        parts.append(f"{self._device} KV cache usage: {100 * figures[_CACHE] / max(engines, 1):.1f}%")
+        parts.append(f"{self._device} KV cache usage: {100 * figures[_CACHE] / len(engines):.1f}%")
         for cache, (queries, hits) in _CACHES.items():
             if grown[queries]:
                 self._hit_rates[cache] = 100 * grown[hits] / grown[queries]
             if cache in self._hit_rates:
                 parts.append(f"{cache} hit rate: {self._hit_rates[cache]:.1f}%")
-        which = "Engine 000" if engines == 1 else f"{engines} Engines Aggregated"
+        first, *more = engines
+        which = f"{len(engines)} Engines Aggregated" if more else f"Engine {int(first):03d}"
         lines = [f"{which}: {', '.join(parts)}"]
         return [*lines, _speculation(grown, passed)] if grown[_DRAFTS] else lines
 
-    def _read(self) -> tuple[Counter[str], int]:
-        """Return the sums over engines, and how many engines there are."""
+    def _read(self) -> tuple[Counter[str], set[str]]:
+        """Return the sums over engines, and the engines' numbers."""
         found: Counter[str] = Counter()
         engines = set()
         for metric in self._registry().collect():
@@ -138,8 +139,8 @@ class ThroughputLog:
                     continue
                 position = sample.labels.get("position", "")
                 found[sample.name + position] += sample.value  # type: ignore[assignment]
-                engines.add(sample.labels.get("engine"))
-        return found, len(engines)
+                engines.add(sample.labels["engine"])
+        return found, engines
 
 
 def _speculation(grown: Counter[str], passed: float) -> str:

@@ -38,7 +38,7 @@ GAUGES = (
 class Figures:
     """The figures of an engine or two, as vLLM names them."""
 
-    def __init__(self, engines: int = 1) -> None:
+    def __init__(self, *engines: str) -> None:
         self.registry = CollectorRegistry()
         self.now = 100.0
         names = sorted(name.removeprefix("vllm:").removesuffix("_total") for name in throughput_log.READ)
@@ -47,8 +47,8 @@ class Figures:
             name: kind(f"vllm:{name}", name, ["engine", *LABELS.get(name, [])], registry=self.registry)
             for name, kind in kinds.items()
         }
-        for engine in range(engines):
-            self.metrics["generation_tokens"].labels(str(engine))
+        for engine in engines or ["0"]:
+            self.metrics["generation_tokens"].labels(engine)
         self.log = ThroughputLog(lambda: self.registry, "GPU", lambda: self.now)
         assert self.log.lines() == []
 
@@ -103,7 +103,7 @@ def test_the_lines_say_what_has_happened_since_the_last() -> None:
 
 
 def test_several_engines_add_up_and_their_caches_are_a_mean() -> None:
-    figures = Figures(engines=2)
+    figures = Figures("0", "1")
     figures.add("0", generation_tokens=30, num_requests_running=3, kv_cache_usage_perc=0.5)
     figures.add("1", generation_tokens=50, num_requests_running=5)
     assert figures.lines(4.0) == [
@@ -114,10 +114,11 @@ def test_several_engines_add_up_and_their_caches_are_a_mean() -> None:
 
 
 def test_a_server_that_rests_says_so_once() -> None:
-    figures = Figures()
+    figures = Figures("3")
     assert figures.lines(10.0) == []
-    figures.add(generation_tokens=1)
-    assert len(figures.lines(10.0)) == 1
+    figures.add("3", generation_tokens=1)
+    [line] = figures.lines(10.0)
+    assert line.startswith("Engine 003: ")
     # The end of the work shows: nothing runs any more.
     [line] = figures.lines(10.0)
     assert "throughput: 0.0 tokens/s, Running: 0 reqs" in line
@@ -125,7 +126,7 @@ def test_a_server_that_rests_says_so_once() -> None:
 
 
 class Broken:
-    """Figures that cannot be read at every other look."""
+    """Figures that cannot be read at some looks."""
 
     def __init__(self) -> None:
         self.looks = 0

@@ -64,7 +64,6 @@ class NworStatLogger(AggregateStatLoggerBase):
         self._switches = dict.fromkeys(engine_indexes, 0)
         self._modes: dict[int, str] = {}
         self._children: dict[tuple[Any, tuple[str, ...]], Any] = {}
-        self._drafting: dict[int, tuple[float, dict[str, Any]]] = {}
         if config is None:
             return
         self._model = str(vllm_config.model_config.served_model_name)
@@ -203,10 +202,8 @@ class NworStatLogger(AggregateStatLoggerBase):
                 self._show_mode(new.mode, engine_idx, new.switches)
 
     def _show_drafting(self, drafting: dict[str, Any], engine: int) -> None:
-        """Show what an engine chooses, and keep its explanation for the admin API."""
-        # The clock is the machine's, so the processes can compare.
-        self._drafting[engine] = heard = (time.monotonic(), drafting)
-        self.peers.tell(f"drafting-{engine}", heard)
+        """Show what an engine chooses, and leave its explanation for the admin API of any process."""
+        self.peers.tell(f"drafting-{engine}", (time.monotonic(), drafting))
         labels = (self._model, str(engine))
         self._child(self._chosen, *labels).set(drafting["chosen"])
         self._child(self._auto, *labels).set(drafting["auto"])
@@ -216,12 +213,11 @@ class NworStatLogger(AggregateStatLoggerBase):
 
     def drafting(self) -> list[dict[str, Any]]:
         """Return each engine's latest explanation of its draft tokens, whichever process has heard it."""
-        now = time.monotonic()
+        now = time.monotonic()  # the machine's: the same for all processes
         found = []
         for engine in sorted(self._switches):
-            heard = self._drafting.get(engine), self.peers.told(f"drafting-{engine}")
-            if latest := max(filter(None, heard), key=lambda one: float(one[0]), default=None):
-                when, drafting = latest
+            if heard := self.peers.told(f"drafting-{engine}"):
+                when, drafting = heard
                 found.append({"engine": engine, "seconds_ago": round(now - when, 1), **drafting})
         return found
 

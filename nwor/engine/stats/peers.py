@@ -7,6 +7,7 @@ common already, that of their metrics, and the process that started them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import logging
@@ -38,6 +39,7 @@ class Peers:
         self._folder = folder
         self._family = family
         self._lock = asyncio.Lock()
+        self._notes: dict[str, Any] = {}
         self._failed = False
 
     @classmethod
@@ -101,6 +103,7 @@ class Peers:
             value: anything that JSON has.
 
         """
+        self._notes[name] = value
         if self._folder is None:
             return
         # Whoever reads meanwhile finds the old note or the new one.
@@ -114,13 +117,11 @@ class Peers:
             self._failed = True
 
     def told(self, name: str) -> Any:
-        """Return the note of that name; None where nobody has left one, and for a process alone."""
-        if self._folder is None:
-            return None
-        try:
-            return json.loads(self._path(name).read_text("utf-8"))
-        except OSError:  # mostly, because nobody has left one yet
-            return None
+        """Return the latest note of that name; None where nobody has left one."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # nobody has left one, or none could be written
+                return json.loads(self._path(name).read_text("utf-8"))
+        return self._notes.get(name)
 
     def _path(self, name: str) -> Path:
         assert self._folder is not None
