@@ -57,6 +57,7 @@ class StepCosts:
             infinite where no step has room for that.
         rows: rows of steps that consist of a prompt, ascending.
         row_seconds: [rows]: such a step.
+        pass_seconds: [requests]: one more pass of the drafter; empty where it was not measured.
 
     """
 
@@ -65,6 +66,7 @@ class StepCosts:
     seconds: tuple[tuple[float, ...], ...]
     rows: tuple[int, ...] = ()
     row_seconds: tuple[float, ...] = ()
+    pass_seconds: tuple[float, ...] = ()
 
     def step(self, requests: int, drafts: int) -> float:
         """Return the seconds of a step without prompts.
@@ -91,6 +93,18 @@ class StepCosts:
         both = _interpolate(self.rows, self.row_seconds, rows + prompt)
         return max(0.0, both - _interpolate(self.rows, self.row_seconds, rows))
 
+    def passes(self, requests: int, drafts: int) -> float:
+        """Return the seconds that the drafter's passes take beyond its first one, where that was measured.
+
+        Args:
+            requests: of the step.
+            drafts: tokens of each request's chain.
+
+        """
+        if not self.pass_seconds or drafts < 2:
+            return 0.0
+        return (drafts - 1) * max(0.0, _interpolate(self.requests, self.pass_seconds, requests))
+
     def plain(self) -> dict[str, Any]:
         """Return it as plain JSON values, in milliseconds."""
         return {
@@ -102,6 +116,10 @@ class StepCosts:
             "prompt_milliseconds": {
                 str(rows): round(1e3 * value, 4)
                 for rows, value in zip(self.rows, self.row_seconds, strict=True)
+            },
+            "pass_milliseconds": {
+                str(count): round(1e3 * value, 4)
+                for count, value in zip(self.requests, self.pass_seconds, strict=False)
             },
         }
 

@@ -31,7 +31,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--loads", help="c16: 16 clients; p12: 12 requests/s; p50%%: of capacity. Default: core grid"
     )
     parser.add_argument(
-        "--lengths", default="512/256", help="medians of prompts and answers, several by commas"
+        "--lengths",
+        default="512/256",
+        help="medians of prompts and answers, several by commas; 512/256:0.5 has a --shared of its own",
     )
     parser.add_argument(
         "--acceptance",
@@ -87,7 +89,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("a load at a share of stock's capacity needs the arm stock")
     if any(load.clients > args.max_seqs for load in args.loads):
         raise ValueError(f"more clients than --max-seqs {args.max_seqs}: they would wait in the queue")
-    args.lengths = [plan.parse_lengths(text, args.max_len) for text in args.lengths.split(",")]
+    args.lengths = [plan.parse_lengths(text, args.max_len, args.shared) for text in args.lengths.split(",")]
     args.acceptances = args.acceptance.split(",")
     for acceptance in args.acceptances:
         models.rates(acceptance, args.k)
@@ -107,8 +109,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             "--hard is a share from 0 to 1, and needs texts and a real head: a demo shape, --acceptance own"
         )
-    if args.shared and models.is_demo(args.shape):
-        raise ValueError("--shared: modes of one server would find each other's texts in the prefix cache")
+    if any(lengths.shared for lengths in args.lengths) and models.is_demo(args.shape):
+        raise ValueError(
+            "common prefixes: modes of one server would find each other's texts in the prefix cache"
+        )
     args.scale = args.scale or {"1b": 2.0}.get(args.shape, 1.0)
 
 
@@ -122,7 +126,8 @@ def flags(args: argparse.Namespace, device: str) -> list[str]:
     result = ["--max-model-len", str(args.max_len), "--max-num-seqs", str(args.max_seqs)]
     result += ["--kv-cache-memory-bytes", str(int(gib * 2**30)), "--kv-cache-dtype", args.cache_dtype]
     result += ["--disable-uvicorn-access-log"]
-    result += ["--enable-prefix-caching" if args.shared else "--no-enable-prefix-caching"]
+    shared = any(lengths.shared for lengths in args.lengths)
+    result += ["--enable-prefix-caching" if shared else "--no-enable-prefix-caching"]
     if not models.is_demo(args.shape):
         result += ["--load-format", "dummy"]
     if device == "cpu":

@@ -145,6 +145,7 @@ class Lengths:
         least: fewest tokens of either.
         most_prompt: longest prompt.
         most_answer: longest answer.
+        shared: share of the prompts that begin with a common prefix.
 
     """
 
@@ -155,6 +156,7 @@ class Lengths:
     least: int = 8
     most_prompt: int = 6000
     most_answer: int = 2000
+    shared: float = 0.0
 
     @property
     def name(self) -> str:
@@ -162,22 +164,31 @@ class Lengths:
         return f"{self.prompt}/{self.answer}"
 
 
-def parse_lengths(text: str, max_len: int) -> Lengths:
+def parse_lengths(text: str, max_len: int, shared: float = 0.0) -> Lengths:
     """Return the lengths of ``512/256``, cut so that a prompt with its answer fits into ``max_len`` tokens.
+
+    Args:
+        text: the medians; ``512/256:0.5`` for prompts of which half begin with a common prefix.
+        max_len: longest prompt and answer together.
+        shared: share of prompts with a common prefix where ``text`` gives none.
 
     Raises:
         ValueError: if it is not of that form, or does not fit.
 
     """
-    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    match = re.fullmatch(r"(\d+)/(\d+)(?::(0|1|0?\.\d+))?", text.strip())
     if match is None or not int(match[1]) or not int(match[2]):
-        raise ValueError(f"{text!r} are no lengths: give the medians of prompts and answers, as 512/256")
+        raise ValueError(
+            f"{text!r} are no lengths: give the medians of prompts and answers, as 512/256, and behind a colon "
+            "the share of prompts with a common prefix, as 512/256:0.5"
+        )
+    shared = shared if match[3] is None else float(match[3])
     prompt, answer = int(match[1]), int(match[2])
     most_answer = min(4 * answer, max_len // 2)
     most_prompt = min(6000, max_len - most_answer - 16)
     if most_prompt < prompt:
         raise ValueError(f"prompts around {prompt} tokens do not fit into {max_len}")
-    return Lengths(prompt, answer, most_prompt=most_prompt, most_answer=most_answer)
+    return Lengths(prompt, answer, most_prompt=most_prompt, most_answer=most_answer, shared=shared)
 
 
 @dataclass(frozen=True)

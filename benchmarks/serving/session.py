@@ -61,8 +61,8 @@ class Session:
             "start_s": {name: server.started for name, server in servers.items()},
             "nwor": {name: server.state() for name, server in servers.items() if server.key},
         }
-        self._took: dict[tuple[str, str], float] = {}
-        self._capacity: dict[str, float] = {}
+        self._took: dict[tuple[plan.Lengths, str], float] = {}
+        self._capacity: dict[plan.Lengths, float] = {}
         self._begin(args.acceptances[0])
         self._began = began
         self._vocabulary = models.vocabulary(args.shape)
@@ -163,7 +163,7 @@ class Session:
                     self._turn(self.args.first_round + number, lengths, load)
 
     def _fits(self, lengths: plan.Lengths, load: plan.Load) -> bool:
-        took = self._took.get((lengths.name, load.name))
+        took = self._took.get((lengths, load.name))
         return self.left > (1.15 * took + 1 if took is not None else 5)
 
     def _turn(self, number: int, lengths: plan.Lengths, load: plan.Load) -> None:
@@ -180,21 +180,22 @@ class Session:
             self.document = results.merge([self.document])
             results.save(self.args.out, self.document)
             print(_line(record), flush=True)
-        self._took[lengths.name, load.name] = time.monotonic() - began
+        self._took[lengths, load.name] = time.monotonic() - began
 
     def capacity(self, lengths: plan.Lengths) -> float:
         """Return how many requests a second stock serves at most: measured once, in a closed loop."""
-        if lengths.name not in self._capacity:
+        if lengths not in self._capacity:
             stock = [arm for arm in self.args.arms if arm.mode == plan.STOCK]
             arm = next((arm for arm in stock if arm.name == plan.STOCK), stock[0])
             clients = min(CAPACITY_CLIENTS, self.args.max_seqs)
             server = self.servers[arm.server]
             figures = self._load(self._job(server, arm, f"c{clients}", 0.0, lengths, "capacity", 1.0))
             server.settle(self.args.rest)
-            self._capacity[lengths.name] = figures["requests"] / figures["seconds"]
-            self.document["runs"][self.run].setdefault("capacity", {}).update(self._capacity)
-            print(f"{arm.name} serves {self._capacity[lengths.name]:.2f} requests/s at most", flush=True)
-        return self._capacity[lengths.name]
+            self._capacity[lengths] = served = figures["requests"] / figures["seconds"]
+            name = f"{lengths.name}:{lengths.shared}" if lengths.shared else lengths.name
+            self.document["runs"][self.run].setdefault("capacity", {})[name] = served
+            print(f"{arm.name} serves {served:.2f} requests/s at most", flush=True)
+        return self._capacity[lengths]
 
     def _record(
         self, number: int, lengths: plan.Lengths, load: plan.Load, rate: float, arm: plan.Arm
@@ -217,7 +218,7 @@ class Session:
             + (f" {self.args.cache_dtype}" if self.args.cache_dtype != "auto" else ""),
             "lengths": lengths.name,
             "acceptance": self.acceptance + (f" {self.args.hard:.0%}" if self.args.hard else ""),
-            "shared": self.args.shared,
+            "shared": lengths.shared,
             "load": load.name,
             "rate": rate,
             "round": number,
@@ -240,6 +241,12 @@ class Session:
         number: str,
         scale: float,
     ) -> client.Job:
+        salt = arm.name
+        # Nobody finds prompts of an earlier acceptance, or of requests that share less, in the prefix cache.
+        if self.acceptance != self.args.acceptances[0]:
+            salt += f" {self.acceptance}"
+        if lengths.shared:
+            salt += f" {lengths.shared} shared"
         return client.Job(
             port=server.port,
             model=MODEL,
@@ -249,9 +256,8 @@ class Session:
             max_len=self.args.max_len,
             vocabulary=self._vocabulary,
             seed=f"{lengths.name} {load} {number}",
-            # Nobody finds prompts of an earlier acceptance in the prefix cache.
-            salt=arm.name if self.acceptance == self.args.acceptances[0] else f"{arm.name} {self.acceptance}",
-            shared=self.args.shared,
+            salt=salt,
+            shared=lengths.shared,
             temperature=self.args.temperature,
             scale=scale,
             seconds=self.args.seconds,
@@ -301,8 +307,9 @@ class Session:
 def _line(record: results.Record) -> str:
     """Return a record in one line."""
     steps, counters = record["steps"], record["counters"]
+    shared = f":{record['shared']}" if record["shared"] else ""
     parts = [
-        f"{record['lengths']} {record['load']:<5} r{record['round']} {record['arm']:<8}",
+        f"{record['lengths']}{shared} {record['load']:<5} r{record['round']} {record['arm']:<8}",
         f"{record['tokens_s']:8.1f} tokens/s",
         f"first {quantile(record['ttft_ms'], 0.5):7.1f} ms",
         f"each {quantile(record['tpot_ms'], 0.5):6.2f} ms",

@@ -22,6 +22,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
 from nwor.config import DraftBounds, NworConfig
+from nwor.counts.histogram import layout_of
 from nwor.counts.records import StepRecord, WindowKind, WorkerFacts, add_bytes
 from nwor.counts.window_table import WindowTable
 from nwor.engine.draft_lengths.lookup import DraftLengths
@@ -92,7 +93,7 @@ class NworScheduling(BoundedDrafts, RequestFailures):
         if config is not None and config.draft_tokens is not None:
             self._nwor_check_bounds(config.draft_tokens)
             self.dynamic_sd_lookup = self._nwor_lengths = DraftLengths(
-                config.draft_tokens, config.tree_required
+                config.draft_tokens, config.tree_required, self._nwor_bounds
             )
 
     def _nwor_check_bounds(self, bounds: DraftBounds) -> None:
@@ -249,6 +250,10 @@ class NworScheduling(BoundedDrafts, RequestFailures):
                 self._nwor_add(waiting[start:stop])
                 start = stop
 
+    def _nwor_running(self) -> list[str]:
+        self._nwor_fold()
+        return super()._nwor_running()
+
     def _nwor_add(self, alike: Sequence[_Waiting]) -> None:
         """Count the windows of steps with the same requests, treated alike."""
         new = self._nwor_new
@@ -260,7 +265,7 @@ class NworScheduling(BoundedDrafts, RequestFailures):
             new.late_windows += int(ended.sum()) * len(records)
         new.commits += sum([record.commits for record in records])
         new.commit_seconds += sum([record.commit_seconds for record in records])
-        self._nwor_bounds.observe(request_ids, accepted)
+        self._nwor_bounds.observe(request_ids, layout_of(first.treatment).drafts, accepted)
         if self._nwor_windows + len(request_ids) * len(records) != records[-1].all_windows:
             self._nwor_find_missing(records, len(request_ids))
         self._nwor_windows = records[-1].all_windows

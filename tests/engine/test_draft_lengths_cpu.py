@@ -1,7 +1,7 @@
 """Claim: whatever number of drafts each step is given, tokens are those of an engine without a drafter.
 
 Coverage: the demo model through vLLM's engine in float32; numbers of drafts drawn anew for each step, 0 among
-them; modes `off`, `stage` and `cow` and switches between them; chunked prompts.
+them, and for each request of a step; modes `off`, `stage` and `cow`, switches between them; chunked prompts.
 Tolerance: none. Tokens are compared for equality, and NWOR's counts with vLLM's.
 """
 
@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nwor.config import DraftBounds
@@ -68,6 +69,24 @@ class Drawn:
         return self.made[-1]
 
 
+class Fitted(Drawn):
+    """Likewise, and windows are fitted to requests by chances that are drawn anew, or no longer."""
+
+    def __init__(self, seed: int, scheduler: NworScheduling) -> None:
+        super().__init__(seed)
+        self._bounds, self._chances = scheduler._nwor_bounds, np.random.default_rng(seed)
+        self.lengths: set[int] = set()
+
+    def __getitem__(self, requests: int) -> int:
+        made = super().__getitem__(requests)
+        names = self._bounds._running()
+        survival = np.cumprod(self._chances.random((len(names), BOUNDS.most)), axis=1)
+        self._bounds._looked = names, survival
+        self._bounds.fit(self._random.choice([0.0, 0.1, 0.3, 0.5]), made)
+        self.lengths |= self._bounds.lengths().keys()
+        return made
+
+
 def _run(llm: Any, mode: str = "", numbers: Any = None, switches: bool = False) -> list[list[int]]:
     """Return the tokens of all prompts.
 
@@ -121,6 +140,21 @@ def test_tokens_do_not_depend_on_the_numbers(engine: Any, expected: list[list[in
     assert len(set(numbers.made)) >= (4 if V2 else BOUNDS.most - BOUNDS.least + 1)
     # The scheduler compares each step's and each request's figures with vLLM's, and logs where they differ.
     assert _scheduler(llm)._nwor_logged == set()
+
+
+@pytest.mark.parametrize("mode", ["off", "stage"])
+def test_tokens_do_not_depend_on_which_drafts_fit(engine: Any, expected: list[list[int]], mode: str) -> None:
+    scheduler = _scheduler(engine)
+    numbers = Fitted(7, scheduler)
+    try:
+        assert _run(engine, mode, numbers) == expected
+    finally:
+        scheduler._nwor_bounds.fit(0.0, 0)
+    assert scheduler._nwor_bounds.active == {}
+    assert numbers.lengths >= {0, 1, 2}
+    report = engine.collective_rpc("nwor_report")[0]
+    assert report["fault"] is None
+    assert scheduler._nwor_logged == set()
 
 
 def test_the_scheduler_asks_nwor(engine: Any) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from nwor.config import DraftBounds
-from nwor.engine.draft_lengths.request_bounds import AVERAGED, MAX_DRAFT_TOKENS
+from nwor.engine.draft_lengths.request_acceptance import AVERAGED
+from nwor.engine.draft_lengths.request_bounds import MAX_DRAFT_TOKENS
 from server.options import CPU_SAMPLING
 from tests.engine import engines
 from tests.engine.runner import AHEAD, V2, sized

@@ -1,7 +1,8 @@
 """Claim: whatever number of drafts a step is given, windows are staged in graphs; outputs are as in `off`.
 
 Coverage: the demo model in bfloat16 on model runner V2; numbers of drafts drawn anew for each step, 0 among
-them; the engine's own choice; prompts that come while others verify, prefix hits; costs measured at start-up.
+them, and for each request of a step; the engine's own choice; prompts that come while others verify, prefix
+hits; costs measured at start-up.
 Tolerance: outputs as in test_engine.py; windows, cache slots (a self-check in each step) and graphs exact.
 """
 
@@ -11,6 +12,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +38,25 @@ class Drawn:
     def __getitem__(self, requests: int) -> int:
         self.made.append(self._random.randint(BOUNDS.least, BOUNDS.most))
         return self.made[-1]
+
+
+class Fitted(Drawn):
+    """Likewise, and windows are fitted to requests by chances that are drawn anew in every fourth step."""
+
+    def __init__(self, seed: int, bounds: Any) -> None:
+        super().__init__(seed)
+        self._bounds, self._chances = bounds, np.random.default_rng(seed)
+        self.lengths: set[int] = set()
+
+    def __getitem__(self, requests: int) -> int:
+        made = super().__getitem__(requests)
+        if len(self.made) % 4 == 0:
+            names = self._bounds._running()
+            survival = np.cumprod(self._chances.random((len(names), BOUNDS.most)), axis=1)
+            self._bounds._looked = names, survival
+            self._bounds.fit(self._random.choice([0.0, 0.1, 0.3, 0.5]), made)
+            self.lengths |= self._bounds.lengths().keys()
+        return made
 
 
 @pytest.fixture(scope="module", params=["graphs", "fp8"])
@@ -98,9 +119,13 @@ def _watched(engine: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return used
 
 
-def test_drawn_numbers(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fitted", [False, True], ids=["alike", "fitted"])
+def test_drawn_numbers(engine: Any, monkeypatch: pytest.MonkeyPatch, fitted: bool) -> None:
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     off = _run(engine, "off", [0] * (SEQUENCES + 1))
     used, numbers = _watched(engine, monkeypatch), Drawn(1)
+    if fitted:
+        numbers = Fitted(1, scheduler._nwor_bounds)
     seen = _run(engine, "stage", numbers)
     report = engine.collective_rpc("nwor_report")[0]
     counts = report["counts"]
@@ -117,8 +142,10 @@ def test_drawn_numbers(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # As in test_engine.py: with an fp8 cache stock attention rounds the softmax's weights too.
     assert gap <= (1.2 if fp8 else near_ties.MOST_GAP)
     assert difference <= (4.0 if fp8 else near_ties.MOST_DIFFERENCE)
-    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     assert scheduler._nwor_logged == set()
+    if isinstance(numbers, Fitted):
+        scheduler._nwor_bounds.fit(0.0, 0)
+        assert numbers.lengths >= {0, 1, 2}
 
 
 def test_every_verify_step_replays_a_graph(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +163,8 @@ def test_costs_were_measured_and_choose(engine: Any) -> None:
     assert costs.drafts == BOUNDS.candidates
     assert costs.requests[-1] == SEQUENCES
     assert all(value > 0 for row in costs.seconds for value in row)
+    assert len(costs.pass_seconds) == len(costs.requests)
+    assert max(costs.pass_seconds) > 0
     _run(engine, "stage")
     lengths = engine.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
     assert isinstance(lengths, DraftLengths)

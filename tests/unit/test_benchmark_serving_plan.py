@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.serving import (
+    client,
     curves,
     figures,
     models,
@@ -22,7 +23,8 @@ from benchmarks.serving import (
     summary,
     workload,
 )
-from benchmarks.serving.__main__ import parse
+from benchmarks.serving.__main__ import flags, parse
+from benchmarks.serving.session import Session
 from nwor.config import NworConfig
 from nwor.tree_shape import TreeShape
 
@@ -139,17 +141,18 @@ def test_adaptive_arms_are_reported_behind_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
+    "wanted",
     [
         ["--hard", "0.5", "--shape", "demo", "--acceptance", "0.6"],
         ["--hard", "1.5", "--shape", "demo", "--acceptance", "own"],
         ["--hard", "0.5", "--shape", "8b"],
         ["--shared", "0.5", "--shape", "demo", "--acceptance", "own"],
+        ["--lengths", "64/32:0.5", "--shape", "demo", "--acceptance", "own"],
     ],
 )
-def test_what_would_mislabel_a_run_is_refused(flags: list[str]) -> None:
+def test_what_would_mislabel_a_run_is_refused(wanted: list[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["--out", "x.json", *flags])
+        parse(["--out", "x.json", *wanted])
 
 
 def test_adaptive_arms_ask_vllm_for_it_and_need_a_real_head() -> None:
@@ -270,6 +273,36 @@ def test_measured_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     each = models.tree_rates("x", arm)
     assert each == [[0.9, 0.8, 0.7], [0.9, 0.8, 0.7, 0.6], [0.9, 0.8, 0.7, 0.6, 0.5]]
     assert models.tree_rates("x", plan.parse_arm("tree@16x5", 4)) == [0.9, 0.8, 0.7, 0.6, 0.5]
+
+
+def test_lengths_may_have_a_share_of_common_prefixes_of_their_own() -> None:
+    args = parse(["--out", "x.json", "--shared", "0.25", "--lengths", "512/256,512/256:0.5,200/600:0"])
+    assert [(one.name, one.shared) for one in args.lengths] == [
+        ("512/256", 0.25),
+        ("512/256", 0.5),
+        ("200/600", 0.0),
+    ]
+    assert "--enable-prefix-caching" in flags(args, "cuda")
+    without = parse(["--out", "x.json", "--lengths", "512/256"])
+    assert "--no-enable-prefix-caching" in flags(without, "cuda")
+    for wrong in ("512/256:1.5", "512/256:", "512/256:x"):
+        with pytest.raises(SystemExit):
+            parse(["--out", "x.json", "--lengths", wrong])
+
+
+def test_no_load_finds_prompts_of_another_in_the_prefix_cache() -> None:
+    args = parse(["--out", "x.json", "--acceptance", "heads,0.9", "--lengths", "512/256,512/256:0.5"])
+    jobs = []
+    for acceptance in args.acceptances:
+        for lengths in args.lengths:
+            for arm in args.arms:
+                session = SimpleNamespace(args=args, acceptance=acceptance, _vocabulary=5000, _texts="")
+                jobs.append(Session._job(session, SimpleNamespace(port=1), arm, "c2", 0.0, lengths, "0", 1.0))
+    assert [job.shared for job in jobs[:6]] == [0.0] * 3 + [0.5] * 3
+    assert {job.seed for job in jobs} == {"512/256 c2 0"}
+    first = [client.Loader(job).prepare(1, 0)[0] for job in jobs]
+    beginnings = {sent.split(b'"prompt":[')[1][:80] for sent in first}
+    assert len(beginnings) == len(jobs)
 
 
 def test_the_command_line_is_checked(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_the_number_is_the_one_that_gives_most_tokens(requests: int) -> None:
             seconds += took
             if number == policy.choose:
                 if drafts:
-                    policy.observe(drafts, accepted)
+                    policy.estimates.observe(drafts, accepted)
                 policy.observe_step(requests, drafts, 0, requests + accepted.sum(), took)
         return tokens / seconds
 
@@ -116,7 +116,7 @@ def test_hopeless_drafts_are_left_out_and_tried_again() -> None:
         drafts = policy.choose(256)
         made.append(drafts)
         if drafts:
-            policy.observe(drafts, np.zeros(256, np.int32))
+            policy.estimates.observe(drafts, np.zeros(256, np.int32))
     assert policy.chosen == 0
     late = made[1000:]
     assert late.count(0) == pytest.approx(len(late) * (1 - 3 / policies.PROBE_EVERY), rel=0.01)
@@ -124,7 +124,7 @@ def test_hopeless_drafts_are_left_out_and_tried_again() -> None:
     for _ in range(2000):  # another text
         drafts = policy.choose(256)
         if drafts:
-            policy.observe(drafts, np.full(256, drafts, np.int32))
+            policy.estimates.observe(drafts, np.full(256, drafts, np.int32))
     assert policy.chosen >= 1
 
 
@@ -134,7 +134,7 @@ def test_near_ties_do_not_go_back_and_forth() -> None:
     changes, before = 0, None
     for step in range(3000):
         drafts = policy.choose(60 + step % 3)
-        policy.observe(drafts, _windows(generator, drafts, 60))
+        policy.estimates.observe(drafts, _windows(generator, drafts, 60))
         if step > 300:
             changes += policy.chosen != before
         before = policy.chosen
@@ -145,7 +145,7 @@ def test_a_change_of_load_is_followed_in_the_step_that_shows_it() -> None:
     policy, generator = DraftLengthPolicy(BOUNDS), np.random.default_rng(3)
     policy.take_costs(_costs())
     for _ in range(200):
-        policy.observe(8, _windows(generator, 8, 16))
+        policy.estimates.observe(8, _windows(generator, 8, 16))
     few = policy.choose(1)
     many = policy.choose(256)
     assert few >= 3
@@ -157,7 +157,7 @@ def test_long_contexts_make_longer_windows_pay() -> None:
     policy, generator = DraftLengthPolicy(BOUNDS), np.random.default_rng(3)
     policy.take_costs(_costs())
     for _ in range(200):
-        policy.observe(8, _windows(generator, 8, 16))
+        policy.estimates.observe(8, _windows(generator, 8, 16))
     short = policy.choose(64)
     for _ in range(400):
         policy.observe_step(64, 2, 0, 140.0, _costs().step(64, 2) + 0.03)
@@ -172,7 +172,7 @@ def test_prompts_cost_more_beside_longer_windows() -> None:
         policy, generator = DraftLengthPolicy(BOUNDS), np.random.default_rng(3)
         policy.take_costs(_costs())
         for _ in range(200):
-            policy.observe(8, _windows(generator, 8, 16))
+            policy.estimates.observe(8, _windows(generator, 8, 16))
         for _ in range(2000):
             policy.observe_step(32, 4, prompt, 80.0, 0.0)
         chosen[prompt] = policy.choose(32)
@@ -228,7 +228,7 @@ def test_bounds_hold() -> None:
     for requests in itertools.islice(itertools.cycle((1, 256)), 2000):
         drafts = policy.choose(requests)
         made.add(drafts)
-        policy.observe(drafts, np.zeros(requests, np.int32))
+        policy.estimates.observe(drafts, np.zeros(requests, np.int32))
     assert made <= {2, 3}
     assert DraftBounds(1, 5).candidates == (1, 2, 3, 4, 5)
 
@@ -264,7 +264,7 @@ def test_windows_of_several_lengths_are_told_apart() -> None:
     facts = WorkerFacts("stage", 0, 1)
     for _ in range(64):
         lengths.observe(_record(facts, [3, 0, 1, 3], [4, 1, 1, 1]))
-    chances = lengths.policy.acceptance.chances
+    chances = lengths.policy.estimates.acceptance.chances
     # Of three windows with a first draft one accepts it, and then all of its drafts.
     assert chances[0] == pytest.approx(1 / 3, abs=0.05)
     assert chances[1] > 0.9

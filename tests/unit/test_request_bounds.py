@@ -15,8 +15,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from nwor.engine.draft_lengths import request_bounds as module
+from nwor.engine.draft_lengths.request_acceptance import AVERAGED
 from nwor.engine.draft_lengths.request_bounds import (
-    AVERAGED,
     PROBE_EVERY,
     RARE,
     TRIAL,
@@ -39,12 +39,12 @@ class Engine:
     """Steps of one request beside others; how many drafts each window has, and what became of them."""
 
     def __init__(self, watch: bool = True, asked: int | None = None, lag: int = 0) -> None:
-        self.bounds = RequestBounds(watch)
+        self.bounds = RequestBounds(watch, K)
         self.bounds.add("a", asked)
         self.bounds.add("b", None)
         self.lag = lag
         self.drafts: list[int] = []
-        self._later: list[tuple[list[str], Any]] = []
+        self._later: list[tuple[list[str], list[int], Any]] = []
 
     def step(self, chance: float, rng: random.Random) -> None:
         bound = self.bounds.active.get("a")
@@ -54,14 +54,16 @@ class Engine:
         while accepted < drafts and rng.random() < chance:
             accepted += 1
         names = ["b", "a"] if drafts else ["b"]
-        self._later.append((names, np.array([[3, accepted][: len(names)]], np.int32)))
+        self._later.append(
+            (names, [K, drafts][: len(names)], np.array([[3, accepted][: len(names)]], np.int32))
+        )
         if len(self._later) > self.lag:
-            # Steps with the same requests are told of together.
+            # Steps with the same requests and drafts are told of together.
             while self._later:
-                names, counts = self._later.pop(0)
-                while self._later and self._later[0][0] == names:
-                    counts = np.concatenate([counts, self._later.pop(0)[1]])
-                self.bounds.observe(names, counts)
+                names, made, counts = self._later.pop(0)
+                while self._later and self._later[0][:2] == (names, made):
+                    counts = np.concatenate([counts, self._later.pop(0)[2]])
+                self.bounds.observe(names, np.array(made), counts)
 
 
 def test_a_request_that_asks_is_cut_in_each_step() -> None:
@@ -151,7 +153,7 @@ def test_the_average_is_that_of_the_latest_windows() -> None:
         steps = int(rng.integers(1, 20))
         part = (rng.random(steps) < 0.11).astype(np.int32)
         windows += part.tolist()
-        bounds.observe(["a", "gone"], np.stack([part, part], axis=1))
+        bounds.observe(["a", "gone"], np.array([K, K]), np.stack([part, part], axis=1))
         weights = [(1 - 1 / AVERAGED) ** age for age in range(len(windows))][::-1]
         mean = sum(w * a for w, a in zip(weights, windows, strict=True)) / sum(weights)
         stopped = "a" in bounds.active
@@ -187,10 +189,10 @@ def test_rows_are_used_again() -> None:
     bounds = RequestBounds(watch=True)
     for number in range(1000):
         bounds.add(str(number), None)
-        bounds.observe([str(number)], np.zeros((AVERAGED - 1, 1), np.int32))
+        bounds.observe([str(number)], np.array([K]), np.zeros((AVERAGED - 1, 1), np.int32))
         assert bounds.active == {}, "windows of another request were counted"
         bounds.end(str(number))
-    assert bounds._sums.shape[1] <= 4
+    assert bounds.acceptance._sums.shape[1] <= 4
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def _rate(policy: DraftLengthPolicy | None, drafts: int, share: float, steps: in
         shown, carried = took + carried - leaves, leaves
         if policy is not None:
             if made:
-                policy.observe(made, accepted)
+                policy.estimates.observe(made, accepted)
             policy.observe_step(REQUESTS, made, prompt, REQUESTS, shown if made == chosen else 0.0)
         made = chosen
     return tokens / seconds
@@ -217,7 +217,7 @@ class _Loaded:
             late += 0.02 if random.random() < 0.01 else 0.0
             shown, self._late = max(took + late - self._late, 0.0002), late
             if made:
-                policy.observe(made, accepted)
+                policy.estimates.observe(made, accepted)
             tokens = requests + float(accepted.sum())
             policy.observe_step(requests, made, prompt, tokens, shown if made == chosen else 0.0)
             self._made = chosen

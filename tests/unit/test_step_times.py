@@ -100,7 +100,7 @@ class Device:
             accepted = self.accepted(requests, verified)
             if policy is not None:
                 if verified:
-                    policy.observe(verified, accepted)
+                    policy.estimates.observe(verified, accepted)
                 busy = 1.0 + self.busy * float(self._random.random())
                 noisy = took * busy * float(self._random.normal(1.0, 0.02)) - late
                 # Now and then the host is late with a step's results; those of the next come soon after.

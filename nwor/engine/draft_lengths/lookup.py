@@ -16,14 +16,14 @@ import numpy.typing as npt
 from nwor.config import DraftBounds
 from nwor.counts.records import StepRecord, Treatment, WorkerFacts
 from nwor.draft_costs import StepCosts
-from nwor.engine.draft_lengths.policy import DraftLengthPolicy
+from nwor.engine.draft_lengths.policy import DraftLengthPolicy, Requests
 from nwor.modes import Mode
 from nwor.tree_shape import schedule
 
 #: Steps whose windows may wait to be taken in.
 MOST_WAITING = 16
-#: A step shows what so many drafts of each request cost if at least this share of them was verified.
-MOST_MADE = 0.75
+#: A step shows what trees of so many nodes cost if at least this share of them was verified.
+MOST_OF_TREES = 0.75
 _INT32 = np.dtype(np.int32)
 
 
@@ -38,6 +38,7 @@ class DraftLengths:
     Args:
         started: the bounds that the engine was started with.
         trees_required: somebody asked for trees, so few requests have them where costs are not known.
+        requests: whose windows may be fitted to them.
 
     Attributes:
         policy: the choice.
@@ -45,8 +46,10 @@ class DraftLengths:
 
     """
 
-    def __init__(self, started: DraftBounds, trees_required: bool = True) -> None:
-        self.policy = DraftLengthPolicy(started)
+    def __init__(
+        self, started: DraftBounds, trees_required: bool = True, requests: Requests | None = None
+    ) -> None:
+        self.policy = DraftLengthPolicy(started, requests=requests)
         self.steps: Counter[int] = Counter()
         self._started = started
         self._longest_chain = started.most if started.tree is None else started.tree.depth
@@ -109,6 +112,7 @@ class DraftLengths:
         self._by_requests = False
         if wanted.isdecimal():
             self._fixed, self._why = int(wanted), f"fixed at {wanted} by request"
+            self.policy.unfit()
             return
         bounds = DraftBounds.parse(wanted) if wanted else self._started
         if bounds != self.policy.bounds:
@@ -123,6 +127,8 @@ class DraftLengths:
                 self._why = "trees for few requests and chains for more, since costs were not measured"
         else:
             self._fixed = None
+        if self._fixed is not None:
+            self.policy.unfit()
 
     def _take_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -130,7 +136,7 @@ class DraftLengths:
         for record, made in waiting:
             drafts = np.frombuffer(record.treatment.drafts, _INT32)
             accepted = np.maximum(np.frombuffer(record.sampled, _INT32), 1) - 1
-            if self.policy.trees:
+            if self.policy.estimates.trees:
                 # What is longer than chains is a tree or its first rows, and so is all beside it.
                 trees = drafts > self._longest_chain
                 if trees.any():
@@ -146,7 +152,7 @@ class DraftLengths:
                 by_drafts.setdefault(count, []).append(accepted[drafts == count])
         for count, parts in by_drafts.items():
             if count:
-                self.policy.observe(count, np.minimum(np.concatenate(parts), count))
+                self.policy.estimates.observe(count, np.minimum(np.concatenate(parts), count))
 
     def _choices_by_number(self) -> dict[int, npt.NDArray[np.int32]]:
         """Return int32 [nodes + 1] for each number that makes trees: the candidate of a window by its drafts.
@@ -154,7 +160,7 @@ class DraftLengths:
         All trees of a step are equally deep. A bound or a budget may leave a part of one: it counts as the
         candidate of as many nodes or more. Under 0 stands what is taken where the number is not known.
         """
-        tree, trees = self._tree, self.policy.trees
+        tree, trees = self._tree, self.policy.estimates.trees
         if tree is None:
             return {}
         sizes = sorted({tree.size_of(count) for count in trees})
@@ -179,14 +185,27 @@ class DraftLengths:
         seconds, self._last = (now - self._last if busy else 0.0), now
         drafts = scheduled.scheduled_spec_decode_tokens
         requests = len(scheduled.num_scheduled_tokens)
-        made = self._made = scheduled.num_spec_tokens_to_schedule
+        before, made = self._made, scheduled.num_spec_tokens_to_schedule
+        self._made = made
         longest = max(map(len, drafts.values()), default=0)
         rows = scheduled.total_num_scheduled_tokens
         verified = sum(map(len, drafts.values()))
         prompt = rows - requests - verified
-        if longest != made or verified < MOST_MADE * made * len(drafts):
-            seconds = 0.0  # the number has just changed, or windows of requests are bounded
-        self.policy.observe_step(requests, longest, prompt, tokens, seconds)
+        spared = 0
+        if made in self.policy.estimates.trees:
+            known = longest == made and verified >= MOST_OF_TREES * made * len(drafts)
+        else:
+            known = made == before and longest <= made
+            if known and made and (verified != made * len(drafts) or len(drafts) < requests):
+                # Windows are fitted to requests, or bounded; some requests may have none.
+                without = sum(
+                    count == 1 and name not in drafts
+                    for name, count in scheduled.num_scheduled_tokens.items()
+                )
+                spared = made * (len(drafts) + without) - verified
+        if not known:  # the number has just changed
+            made, seconds = longest, 0.0
+        self.policy.observe_step(requests, made, prompt, tokens, seconds, spared)
 
     def drain(self) -> dict[int, int]:
         """Return the steps by draft tokens since this was last called."""

@@ -37,6 +37,8 @@ MOST_CHAIN_ROWS = 1024
 #: How often all is measured, one time after the other: the shortest time of each counts. Whatever else the
 #: device does makes steps longer, and may take a second.
 TIMES = 2
+#: Passes of the drafter from which the time of one follows, at most.
+MOST_PASSES = 8
 _CONTEXT = 16
 #: Tokens that requests may grow by where there is room: enough for chains of all numbers.
 _ROOM = 160
@@ -211,17 +213,32 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
             before = drafts
         return row
 
+    chains = [k for k in fitting if bounds.tree is None or not bounds.tree.is_tree(k)]
+    most_passes = max((k for k in chains if k <= MOST_PASSES), default=0)
+
+    def passes(count: int) -> float:
+        """Return the seconds of one more pass of the drafter, by steps that verify nothing."""
+        if most_passes < 2:
+            return 0.0
+        found = []
+        for drafts in (1, most_passes):
+            requests.begin(count, prompt, room, 0)
+            for _ in range(1 + SETTLE):
+                requests.step(0, drafts)
+            found.append(_seconds(runner.device, lambda k=drafts: requests.step(0, k), STEPS_OF_MANY))
+        return (found[1] - found[0]) / (most_passes - 1)
+
     def prompts(size: int) -> float:
         requests.begin(1, size, 1, 0)
         return _seconds(runner.device, lambda: requests.begin(1, size, 1, 0), STEPS - 1)
 
     runner.kv_connector.set_disabled(True)
     try:
-        tables = []
-        lines = []
+        tables, lines, turns = [], [], []
         for _ in range(TIMES):
             tables.append([windows(count) for count in counts])
             lines.append([prompts(size) for size in rows])
+            turns.append([passes(count) for count in counts])
         table = [
             with_shallow_trees(bounds, [min(cell) for cell in zip(*same, strict=True)])
             for same in zip(*tables, strict=True)
@@ -232,9 +249,14 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
         runner.kv_connector.set_disabled(False)
     took = time.perf_counter() - began
     logger.info("measured what steps cost with %s draft tokens in %.1f s", _listed(numbers), took)
-    chains = sum(bounds.tree is None or not bounds.tree.is_tree(drafts) for drafts in numbers)
+    columns = sum(bounds.tree is None or not bounds.tree.is_tree(drafts) for drafts in numbers)
     return StepCosts(
-        tuple(counts), numbers, without_spikes(table, chains), tuple(rows), tuple(_least_behind(row_seconds))
+        tuple(counts),
+        numbers,
+        without_spikes(table, columns),
+        tuple(rows),
+        tuple(_least_behind(row_seconds)),
+        tuple(max(0.0, min(same)) for same in zip(*turns, strict=True)),
     )
 
 

@@ -1,34 +1,19 @@
-"""How many draft tokens the next windows get: those with which a token costs least.
-
-With b requests, k drafts each, T(b, k) seconds a step and A(k) tokens a window, a token costs
-
-    T(b, k) / (b A(k))  +  m D(b (k + 1)).
-
-T was measured at start-up, and is corrected by the steps of late (step_times.py). Prompts have to be run
-whatever k is, but a prompt's rows cost more beside more rows of windows: D(r) is what the prompts of late add
-to a step of r rows, and m is how many steps with prompts there were for each token.
-
-Where windows may be trees, more candidates have as many draft tokens as trees have nodes. The A of each is
-estimated for itself, by depth. One that was not tried of late is taken for others of its size, and those for
-smaller trees.
+"""How many draft tokens the next windows get: those with which a token costs least (step_estimates.py).
 
 Steps in turns try what is not chosen and might be better, so that A and T of it stay known.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import accumulate
-from math import inf, isfinite
-from operator import mul
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from math import isfinite
+from typing import Any, Protocol
 
 from nwor.config import DraftBounds
 from nwor.draft_costs import StepCosts
-from nwor.engine.draft_lengths.acceptance import AcceptanceEstimate
+from nwor.engine.draft_lengths import fitting
+from nwor.engine.draft_lengths.fitting import Plan
+from nwor.engine.draft_lengths.request_acceptance import Floats
+from nwor.engine.draft_lengths.step_estimates import StepEstimates
 from nwor.engine.draft_lengths.step_groups import StepGroups
 from nwor.engine.draft_lengths.step_times import StepTimes
 
@@ -54,13 +39,27 @@ HOPE_UNTRIED, HOPE_TRIED, HOPE_FORGOTTEN = 0.3, 0.8, 0.4
 FORGOTTEN = 2048
 #: What takes so many times as long as the chosen candidate's step is too dear to try.
 DEAR = 4.0
-#: What is assumed of a tree that was never tried: siblings are worth so many independent drafts.
-#: The demo model's trees of 16 nodes, 8 deep, accept as this says.
-SIBLINGS = 1.25
-#: Steps with prompts that are remembered.
-PROMPTS = 64
-#: Steps over which steps with prompts and tokens are counted, as half-life.
-MIX_HALF_LIFE = 512.0
+#: Fewest requests whose windows are fitted to them.
+FEWEST_FITTED = 4
+
+
+class Requests(Protocol):
+    """The requests that run, one by one."""
+
+    def survival(self) -> Floats | None:
+        """Return float64 [requests, longest chain]: the chance that all drafts up to each are accepted.
+
+        None where requests do not differ beyond chance.
+        """
+
+    def fit(self, least: float, drafts: int) -> None:
+        """Verify those drafts alone that are likely enough, until this is called again.
+
+        Args:
+            least: gain that a draft needs; 0 for all drafts.
+            drafts: that are made for each.
+
+        """
 
 
 class DraftLengthPolicy:
@@ -69,27 +68,20 @@ class DraftLengthPolicy:
     Args:
         bounds: between which numbers to choose.
         started: the bounds that the engine was started with: graphs and costs are those of their candidates.
+        requests: whose windows may be fitted to them; None where all are alike.
 
     """
 
-    def __init__(self, bounds: DraftBounds, started: DraftBounds | None = None) -> None:
+    def __init__(
+        self, bounds: DraftBounds, started: DraftBounds | None = None, requests: Requests | None = None
+    ) -> None:
         started = started or bounds
+        self._requests = requests
         self._all = started.candidates
-        self.acceptance = AcceptanceEstimate(started.most)
-        self._shape = shape = started.tree
-        #: Draft tokens of windows that are trees, ascending.
-        self.trees = () if shape is None else tuple(k for k in self._all if shape.is_tree(k))
-        depth = 0 if shape is None else shape.depth
-        self._depths = {} if shape is None else {k: shape.depth_of(k) for k in self.trees}
-        self._sizes = {} if shape is None else {k: shape.size_of(k) for k in self.trees}
-        self.tree_acceptance = {k: AcceptanceEstimate(depth) for k in self.trees}
-        self._size_acceptance = {size: AcceptanceEstimate(depth) for size in sorted({*self._sizes.values()})}
-        self.times: StepTimes | None = None
+        self.estimates = StepEstimates(started)
         self._groups: StepGroups | None = None
         self.chosen = bounds.fixed
         self.why = "the costs of steps are not known yet"
-        self._prompts: deque[int] = deque(maxlen=PROMPTS)
-        self._mixed = self._seen = self._tokens = 0.0
         self._looked_at = 0
         self._until_look = self._until_probe = 0
         self._probing = self.chosen
@@ -100,6 +92,9 @@ class DraftLengthPolicy:
         self._now = 0
         self._steps = 0
         self._found: dict[int, float] = {}
+        self._plans: dict[int, Plan] = {}
+        #: Gain that a draft needs for a row, where windows are fitted to requests; else 0.
+        self.least = 0.0
         self.bind(bounds)
 
     def bind(self, bounds: DraftBounds) -> None:
@@ -110,14 +105,20 @@ class DraftLengthPolicy:
         self._until_probe = FIRST_PROBES_EVERY
         self._found = {}
 
+    @property
+    def times(self) -> StepTimes | None:
+        """What steps take; None until costs are known."""
+        return self.estimates.times
+
     def nearest(self, drafts: int) -> int:
         """Return the candidate nearest to ``drafts``: graphs and costs are there for it."""
         return min(self._candidates, key=lambda known: abs(known - drafts))
 
     def take_costs(self, costs: StepCosts) -> None:
         """Choose by these costs from now on."""
-        self.times, self._until_look = StepTimes(costs), 0
-        self._groups = StepGroups(self.times)
+        self.estimates.take_costs(costs)
+        assert self.times is not None
+        self._groups, self._until_look = StepGroups(self.times), 0
 
     def choose(self, requests: int) -> int:
         """Return how many drafts the step under way makes for each request.
@@ -143,7 +144,7 @@ class DraftLengthPolicy:
             self._until_probe = FIRST_PROBES_EVERY
             return self.chosen
         # Few requests tell little in a step.
-        steps = PROBE_STEPS_MIXED if self._mixed > 0.5 * self._seen else PROBE_STEPS
+        steps = PROBE_STEPS_MIXED if self.estimates.is_mostly_mixed else PROBE_STEPS
         if -self._until_probe + 1 >= max(steps, -(-PROBE_WINDOWS // requests)):
             untried = any(self._is_untried(requests, k) for k in self._worth_trying(requests))
             self._until_probe = FIRST_PROBES_EVERY if untried else PROBE_EVERY
@@ -177,8 +178,8 @@ class DraftLengthPolicy:
 
     def _is_size_known(self, requests: int, drafts: int) -> bool:
         """Return whether a tree of this size was tried of late, however deep it was."""
-        size = self._sizes[drafts]
-        return any(self._is_tried_of_late(requests, k) for k in self.trees if self._sizes[k] == size)
+        sizes = self.estimates.sizes
+        return any(self._is_tried_of_late(requests, k) for k in sizes if sizes[k] == sizes[drafts])
 
     def _hope(self, requests: int, drafts: int) -> float:
         """Return how much shorter a candidate's steps may be than what is known of them says."""
@@ -187,7 +188,11 @@ class DraftLengthPolicy:
         if self._is_tried_of_late(requests, drafts):
             return HOPE_TRIED
         # A tree may be accepted to its end, whatever it was before: then its tokens are hoped for.
-        hope = HOPE_FORGOTTEN if drafts not in self.trees or self._is_size_known(requests, drafts) else 1.0
+        hope = (
+            HOPE_FORGOTTEN
+            if drafts not in self.estimates.trees or self._is_size_known(requests, drafts)
+            else 1.0
+        )
         # What was seen may have been another program on the device, however much it was.
         assert self.times is not None
         return min(hope, self.times.without_own(requests, drafts) / self.times.step(requests, drafts))
@@ -197,102 +202,66 @@ class DraftLengthPolicy:
         if self.chosen not in self._found:
             return []
         assert self.times is not None
-        now, tokens = self._found[self.chosen], self._expected_tokens()
+        now = self._found[self.chosen]
         dear, times = DEAR * self.times.step(requests, self.chosen), self.times
+        trees = self.estimates.trees
         others = [
             k
             for k in self._candidates
             if k != self.chosen and min(times.step(requests, k), times.without_own(requests, k)) < dear
         ]
-        chains = [k for k in others if k not in self.trees]
+        chains = [k for k in others if k not in trees]
         # How far texts are accepted has to stay known: by a chain beside trees, else by a longer one.
-        if self.chosen in self.trees:
+        if self.chosen in trees:
             drafting = [k for k in chains if k] or chains
             worth = set(drafting and [min(drafting, key=lambda k: self._found.get(k, 0.0))])
         else:
             worth = set([k for k in chains if k > self.chosen][:1])
         for k in others:
-            given = tokens[k]
-            if k in self.trees and not self._is_size_known(requests, k):
-                given = 1.0 + self._depths[k]
-            if self._cost(requests, k, given, self._hope(requests, k)) < now:
+            plan = self._plans[k]
+            if k in trees and not self._is_size_known(requests, k):
+                plan = fitting.whole(requests, k, 1.0 + self.estimates.depths[k])
+            if self.estimates.cost(requests, k, plan, self._hope(requests, k)) < now:
                 worth.add(k)
         return sorted(worth)
-
-    def _expected_tokens(self) -> dict[int, float]:
-        """Return the tokens that a window gives on the average, by candidate."""
-        tokens = self.acceptance.tokens
-        found = {k: tokens[k] for k in self._candidates if k not in self.trees}
-        accepted = self._tree_accepted()
-        return found | {k: 1.0 + sum(accepted[k]) for k in self.trees if k in self._candidates}
-
-    def _tree_accepted(self) -> dict[int, list[float]]:
-        """Return for each candidate that is a tree the chance of each depth that a node of it is accepted."""
-        chances = self._chances_by_size(1.0 - (1.0 - self.acceptance.chances[0]) ** SIBLINGS)
-        found: dict[int, list[float]] = {}
-        for drafts, seen in self.tree_acceptance.items():
-            own = seen.chances_like(chances[self._sizes[drafts]])
-            found[drafts] = list(accumulate(own[: self._depths[drafts]], mul))
-        return found
-
-    def _chances_by_size(self, first: float) -> dict[int, list[float]]:
-        """Return the chances of trees by size, where ``first`` is assumed of the first draft of all."""
-        found: dict[int, list[float]] = {}
-        chances: list[float] = []
-        for size, seen in self._size_acceptance.items():
-            # What was not tried of late is taken for a smaller tree.
-            chances = found[size] = seen.chances_like(chances) if chances else seen.chances_after(first)
-        return found
 
     def _look(self, requests: int) -> None:
         """Weigh all candidates for so many requests."""
         self._until_look, self._looked_at = LOOK_EVERY, requests
         steps, self._steps = self._steps, 0
-        self.acceptance.age(steps)
-        for seen in (*self.tree_acceptance.values(), *self._size_acceptance.values()):
-            seen.age(steps)
-        found = {k: self._cost(requests, k, tokens) for k, tokens in self._expected_tokens().items()}
+        self.estimates.age(steps)
+        survival = None
+        if self._requests is not None and requests >= FEWEST_FITTED:
+            survival = self._requests.survival()
+        self._plans = self.estimates.plans(requests, self._candidates, survival)
+        found = {k: self.estimates.cost(requests, k, plan) for k, plan in self._plans.items()}
         best = min(found, key=found.__getitem__)
         now = found.get(self.chosen)
         if now is None or found[best] < (1.0 - HYSTERESIS) * now:
             self.chosen = best
         self._found = found
+        self._fit(self._plans[self.chosen].least)
         rate, what = 1.0 / found[self.chosen], f"{self.chosen} draft tokens give"
-        if self.chosen in self.trees:
-            what = f"trees of {self.chosen} draft tokens, {self._depths[self.chosen]} deep, give"
+        if self.chosen in self.estimates.trees:
+            what = f"trees of {self.chosen} draft tokens, {self.estimates.depths[self.chosen]} deep, give"
         self.why = f"{what} {rate:.0f} tokens/s with {requests} requests"
+        if self.least:
+            self.why += f", each draft that adds {self.least:.0%} to its request's window or more"
 
-    def _cost(self, requests: int, drafts: int, tokens: float, hope: float = 1.0) -> float:
-        """Return the seconds of a token, were a step's seconds ``hope`` times those that are known."""
-        assert self.times is not None
-        shape = self._shape
-        if drafts in self.trees and shape is not None and requests > shape.most_requests(drafts):
-            return inf  # there are no graphs of that
-        cost = hope * self.times.step(requests, drafts) / (requests * tokens)
-        if self._prompts and self._tokens:
-            rows = requests * (drafts + 1)
-            beside = self.times.beside
-            adds = [beside(rows, prompt) for prompt in list(self._prompts)[:: PROMPTS // 16]]
-            cost += self._mixed / self._tokens * sum(adds) / len(adds)
-        return max(cost, 1e-9)
+    def _fit(self, least: float) -> None:
+        """Have windows fitted to requests from now on, or no longer where ``least`` is 0."""
+        if self._requests is not None and (least or self.least):
+            self._requests.fit(least, self.chosen)
+        self.least = least
 
-    def observe(self, drafts: int, accepted: npt.NDArray[np.integer]) -> None:
-        """Take in a step's windows.
+    def unfit(self) -> None:
+        """Have all drafts verified: they are not chosen for now."""
+        self.estimates.fits = False
+        self._fit(0.0)
 
-        Args:
-            drafts: draft tokens of each.
-            accepted: [windows], how many were accepted.
-
-        """
-        if drafts in self.trees:
-            depth = self._depths[drafts]
-            accepted = np.minimum(accepted, depth)
-            self.tree_acceptance[drafts].add(depth, accepted)
-            self._size_acceptance[self._sizes[drafts]].add(depth, accepted)
-        else:
-            self.acceptance.add(drafts, accepted)
-
-    def observe_step(self, requests: int, drafts: int, prompt: int, tokens: float, seconds: float) -> None:
+    def observe_step(
+        self, requests: int, drafts: int, prompt: int, tokens: float, seconds: float, spared: int = 0
+    ) -> None:
         """Take in how long a step took.
 
         Args:
@@ -301,17 +270,17 @@ class DraftLengthPolicy:
             prompt: rows of prompts beside them.
             tokens: that the step gave.
             seconds: since the results of the step before; 0 where the engine was idle in between.
+            spared: drafts that were not verified.
 
         """
-        keep = 0.5 ** (1.0 / MIX_HALF_LIFE)
-        self._mixed *= keep
-        self._seen = self._seen * keep + 1.0
-        self._tokens = self._tokens * keep + tokens
-        if prompt:
-            self._mixed += 1.0
-            self._prompts.append(prompt)
-        if self._groups is not None:
-            self._groups.add(requests, drafts, prompt, seconds)
+        self.estimates.observe_mix(prompt, tokens)
+        if self._groups is None or self.times is None:
+            return
+        rows = requests * (drafts + 1.0) - spared
+        if spared and seconds and self.times.knows(drafts):
+            # What it would have taken with all drafts: one finding for steps of one number, fitted or not.
+            seconds += self.times.step(requests, drafts) - self.estimates.verifying(requests, drafts, rows)
+        self._groups.add(requests, drafts, prompt, seconds, rows)
 
     def explain(self) -> dict[str, Any]:
         """Return what is chosen and why, as plain JSON values."""
@@ -320,15 +289,16 @@ class DraftLengthPolicy:
             "chosen": self.chosen,
             "requests": self._looked_at,
             "why": self.why,
-            "acceptance": [round(value, 4) for value in self.acceptance.accepted],
+            "acceptance": [round(value, 4) for value in self.estimates.acceptance.accepted],
             "tree_acceptance": {},
             "milliseconds": {},
             "tokens_per_second": {},
             "extra_milliseconds": 0.0,
             "corrections": {},
             "prompt_factor": 1.0,
+            "least_gain": round(self.least, 4),
         }
-        for nodes, accepted in self._tree_accepted().items():
+        for nodes, accepted in self.estimates.tree_accepted().items():
             result["tree_acceptance"][str(nodes)] = [round(value, 4) for value in accepted]
         if self.times is not None and self._looked_at:
             result["extra_milliseconds"] = round(1e3 * self.times.common(self._looked_at), 3)
@@ -337,7 +307,7 @@ class DraftLengthPolicy:
             for drafts, cost in self._found.items():
                 if not isfinite(cost):
                     continue  # no step has room for that
-                seconds = self.times.step(self._looked_at, drafts)
+                seconds = self.estimates.seconds(self._looked_at, drafts, self._plans[drafts])
                 result["milliseconds"][str(drafts)] = round(1e3 * seconds, 3)
                 result["tokens_per_second"][str(drafts)] = round(1.0 / cost, 1)
         return result

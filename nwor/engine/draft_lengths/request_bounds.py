@@ -1,4 +1,6 @@
-"""How many drafts a request's windows may have: as it asked, and none where they are hardly ever accepted.
+"""How many drafts a request's windows may have.
+
+These are as many as it asked for, as are worth their rows, and none where they are hardly ever accepted.
 
 The drafter drafts for every request of a step alike, so its cache stays right; what is cut is what the next
 step verifies. Both bounds act on ``Request.spec_token_ids``, from which vLLM's scheduler takes the windows.
@@ -7,8 +9,10 @@ step verifies. Both bounds act on ``Request.spec_token_ids``, from which vLLM's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from nwor.config import NworConfig
+from nwor.engine.draft_lengths.fitting import gains, lengths
+from nwor.engine.draft_lengths.request_acceptance import Floats, RequestAcceptance
 from nwor.engine.stats.figures import RequestFigures
 from nwor.engine.trees.requirements import needs_chain
 
@@ -25,9 +31,6 @@ logger = logging.getLogger("vllm.nwor.scheduler")
 #: Name of the bound among a request's ``SamplingParams.extra_args``.
 MAX_DRAFT_TOKENS = "nwor_max_draft_tokens"
 
-#: Windows over which a request's accepted drafts are averaged, the latest counting most, and that it takes
-#: to judge it.
-AVERAGED = 32
 #: A request with fewer accepted drafts a window than this stops drafting.
 RARE = 0.1
 #: Steps from one probing window, of one draft, to the next.
@@ -37,10 +40,6 @@ TRIAL, TRIAL_ACCEPTED = 8, 2
 
 #: Reasons for a bound, as answers name them.
 ASKED, RARELY_ACCEPTED = "asked", "rarely accepted"
-
-_KEEP = 1 - 1 / AVERAGED
-#: Row of requests that are not watched.
-_NONE = 0
 
 
 @dataclass
@@ -56,6 +55,7 @@ class _Bound:
         trial: windows left of those that follow an accepted probe.
         trial_accepted: accepted ones so far.
         skipped: steps in which it would have had drafts.
+        fitted: most drafts that are likely enough to be worth their rows; None where all are.
 
     """
 
@@ -67,11 +67,17 @@ class _Bound:
     trial: int = 0
     trial_accepted: int = 0
     skipped: int = 0
+    fitted: int | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether its windows have no drafts, but for those that probe."""
+        return self.stopped or self.fitted == 0
 
     @property
     def bounds(self) -> bool:
         """Whether anything is bounded now."""
-        return self.stopped or self.asked is not None or self.chain
+        return self.stopped or self.asked is not None or self.chain or self.fitted is not None
 
     @property
     def told(self) -> bool:
@@ -89,47 +95,68 @@ class _Bound:
         most = len(drafts) if self.asked is None else self.asked
         if self.chain and deep is not None:
             most = min(most, deep)
-        if self.stopped:
+        if self.idle:
             self.waited += 1
             probes = self.trial > 0 or self.waited >= PROBE_EVERY
             if probes:
                 self.waited = 0
             most = min(most, int(probes))
+        elif self.fitted is not None and deep is None:
+            most = min(most, self.fitted)
         self.skipped += not most
         return drafts[:most]
 
-    def probed(self, windows: int, accepted: int) -> None:
-        """Take in windows of a request that drafts no longer, and bring it back where they were accepted."""
+    def stop(self) -> None:
+        """Begin to probe, where it drafted until now."""
+        self.ever_stopped = True
+        self.waited = self.trial = 0
+
+    def probed(self, windows: int, accepted: int, least: float) -> None:
+        """Take in windows of a request that drafts no longer, and bring it back where they were accepted.
+
+        Args:
+            windows: how many.
+            accepted: drafts of theirs.
+            least: gain that a draft needs to be worth its row.
+
+        """
         if not self.trial:
             if accepted:
                 self.trial, self.trial_accepted = TRIAL, 0
             return
         self.trial = max(0, self.trial - windows)
         self.trial_accepted += accepted
-        if not self.trial:
-            self.stopped = self.trial_accepted < TRIAL_ACCEPTED
+        if not self.trial and self.trial_accepted >= max(TRIAL_ACCEPTED, ceil(least * TRIAL)):
+            self.stopped, self.fitted = False, None
 
 
 class RequestBounds:
     """The bounds of all requests of one engine.
 
     Args:
-        watch: whether requests whose drafts are hardly ever accepted stop drafting.
+        watch: whether requests may be bounded by what is accepted of theirs.
+        longest: most draft tokens of a chain.
+        running: returns the ids of the requests that run.
 
     Attributes:
         active: by id, the requests that have a bound now.
+        acceptance: what is known of each request.
 
     """
 
-    def __init__(self, watch: bool = False) -> None:
+    def __init__(
+        self, watch: bool = False, longest: int = 0, running: Callable[[], list[str]] = lambda: []
+    ) -> None:
         self._watch = watch
         self.active: dict[str, _Bound] = {}
         # Those that have or had one.
         self._bounds: dict[str, _Bound] = {}
-        self._rows: dict[str, int] = {}
-        self._unused: list[int] = []
-        # Of each row, weighted: accepted drafts and windows; and windows, not weighted.
-        self._sums: npt.NDArray[np.float64] = np.zeros((3, 1))
+        self.acceptance = RequestAcceptance(longest)
+        self._running = running
+        # What windows are fitted by: the running requests, and what their drafts' chances were at the latest
+        # look; the gain that a draft needs.
+        self._looked: tuple[list[str], Floats] | None = None
+        self._least = 0.0
 
     @property
     def watch(self) -> bool:
@@ -141,9 +168,10 @@ class RequestBounds:
         if watch == self._watch:
             return
         self._watch = watch
-        self._sums[:] = 0
+        self.acceptance.clear()
+        self._looked, self._least = None, 0.0
         for request_id, bound in self._bounds.items():
-            bound.stopped = False
+            bound.stopped, bound.fitted = False, None
             self._settle(request_id, bound)
 
     def add(self, request_id: str, asked: int | None, chain: bool = False) -> None:
@@ -161,53 +189,87 @@ class RequestBounds:
         if bound is not None:
             bound.asked, bound.chain = asked, chain
             self._settle(request_id, bound)
-        if asked != 0 and request_id not in self._rows:
-            if not self._unused:
-                rows = self._sums.shape[1]
-                self._sums = np.pad(self._sums, ((0, 0), (0, rows)))
-                self._unused = list(range(2 * rows - 1, rows - 1, -1))
-            row = self._rows[request_id] = self._unused.pop()
-            self._sums[:, row] = 0
+        if asked != 0:
+            self.acceptance.add(request_id)
 
     def end(self, request_id: str) -> None:
         """Let a request go."""
         self._bounds.pop(request_id, None)
         self.active.pop(request_id, None)
-        row = self._rows.pop(request_id, None)
-        if row is not None:
-            self._unused.append(row)
+        self.acceptance.end(request_id)
 
-    def observe(self, request_ids: Sequence[str], accepted: npt.NDArray[np.int32]) -> None:
-        """Take in windows of steps in a row that had the same requests.
+    def observe(
+        self, request_ids: Sequence[str], drafts: npt.NDArray[np.integer], accepted: npt.NDArray[np.int32]
+    ) -> None:
+        """Take in windows of steps in a row that had the same requests and draft tokens.
 
         Args:
             request_ids: the request of each window of a step.
-            accepted: int32 [steps, windows], accepted drafts.
+            drafts: [windows], draft tokens of each.
+            accepted: int32 [steps, windows], accepted ones.
 
         """
         if not self._watch:
             return
-        rows = np.array([self._rows.get(request, _NONE) for request in request_ids], np.int64)
+        self.acceptance.observe(request_ids, drafts, accepted)
+        rare = self.acceptance.are_rare(request_ids, RARE)
         steps = len(accepted)
-        weights = _KEEP ** np.arange(steps - 1, -1, -1)
-        sums = self._sums
-        sums[:2, rows] *= _KEEP**steps
-        sums[0, rows] += weights @ accepted
-        sums[1, rows] += weights.sum()
-        sums[2, rows] += steps
-        rare = (sums[2, rows] >= AVERAGED) & (sums[0, rows] < RARE * sums[1, rows]) & (rows != _NONE)
         for place, request_id in enumerate(request_ids):
             bound = self.active.get(request_id)
-            if bound is not None and bound.stopped:
-                bound.probed(steps, int(accepted[:, place].sum()))
-                if not bound.stopped:
-                    sums[:, rows[place]] = 0
+            if bound is not None and bound.idle:
+                bound.probed(steps, int(accepted[:, place].sum()), self._least)
+                if not bound.idle:
+                    self.acceptance.forget(request_id)
                     self._settle(request_id, bound)
             elif rare[place]:
                 bound = self._bounds.setdefault(request_id, _Bound())
-                bound.stopped = bound.ever_stopped = True
-                bound.waited = bound.trial = 0
+                bound.stopped = True
+                bound.stop()
                 self._settle(request_id, bound)
+
+    def survival(self) -> Floats | None:
+        """Return the chances of the running requests' drafts, as :class:`policy.Requests` says."""
+        self._looked = None
+        if not self._watch:
+            return None
+        running = self._running()
+        survival = self.acceptance.survival(running)
+        if survival is None:
+            return None
+        for place, request_id in enumerate(running):
+            asking = self.active.get(request_id)
+            if asking is not None and asking.asked is not None:
+                survival[place, asking.asked :] = 0.0
+        self._looked = running, survival
+        return survival
+
+    def fit(self, least: float, drafts: int) -> None:
+        """Verify those drafts alone that are likely enough, as :class:`policy.Requests` says."""
+        fitting, self._least = self._least > 0, least
+        if not least or self._looked is None:
+            for request_id, bound in self._bounds.items():
+                if bound.fitted is not None:
+                    bound.fitted = None
+                    self._settle(request_id, bound)
+            return
+        running, survival = self._looked
+        every = float(drafts) if fitting else -1.0
+        known = [self._bounds.get(request_id) for request_id in running]
+        before = [every if one is None or one.fitted is None else float(one.fitted) for one in known]
+        wanted = lengths(gains(survival), least, np.array(before))
+        for request_id, one, most in zip(running, known, wanted.tolist(), strict=True):
+            fitted = None if most >= drafts else int(most)
+            if fitted == (None if one is None else one.fitted):
+                continue
+            changed = one or self._bounds.setdefault(request_id, _Bound())
+            if fitted == 0 and not changed.idle:
+                changed.stop()
+            changed.fitted = fitted
+            self._settle(request_id, changed)
+
+    def lengths(self) -> dict[int, int]:
+        """Return how many running requests are bounded to each number of drafts, by number."""
+        return Counter(bound.fitted for bound in self.active.values() if bound.fitted is not None)
 
     def _settle(self, request_id: str, bound: _Bound) -> None:
         if bound.bounds:
@@ -220,7 +282,7 @@ class RequestBounds:
         bound = self._bounds.get(request_id)
         if bound is None or not bound.told:
             return
-        figures.nwor_max_draft_tokens = 0 if bound.stopped else bound.asked
+        figures.nwor_max_draft_tokens = 0 if bound.idle else bound.asked
         figures.nwor_steps_without_drafts = bound.skipped
         figures.nwor_why_bounded = RARELY_ACCEPTED if bound.ever_stopped else ASKED
 
@@ -245,8 +307,11 @@ class BoundedDrafts(Scheduler):
         super().__init__(*args, **kwargs)
         config = NworConfig.from_additional_config(self.vllm_config.additional_config)
         self._nwor_watches = config is not None and config.draft_tokens is not None
-        self._nwor_bounds = RequestBounds(self._nwor_watches)
         self._nwor_tree = None if config is None else config.tree
+        longest = 0
+        if config is not None and config.draft_tokens is not None:
+            longest = config.draft_tokens.most if self._nwor_tree is None else self._nwor_tree.depth
+        self._nwor_bounds = RequestBounds(self._nwor_watches, longest, self._nwor_running)
         self._nwor_processors = self._nwor_tree is not None and bool(
             self.vllm_config.model_config.logits_processors
         )
@@ -258,6 +323,10 @@ class BoundedDrafts(Scheduler):
             needs_chain(request.sampling_params, self._nwor_processors)
         )
         self._nwor_bounds.add(request.request_id, asked_bound(request), chain)
+
+    def _nwor_running(self) -> list[str]:
+        """Return the requests that run, all that came of their windows taken in."""
+        return [request.request_id for request in self.running]
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._nwor_bounds.end(request.request_id)

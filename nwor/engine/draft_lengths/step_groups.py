@@ -32,6 +32,7 @@ class _Step(NamedTuple):
     drafts: int
     prompt: int
     seconds: float
+    rows: float
 
 
 class StepGroups:
@@ -44,7 +45,7 @@ class StepGroups:
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
-        self._waiting = _Step(0, 0, 0, 0.0)
+        self._waiting = _Step(0, 0, 0, 0.0, 0.0)
         self._after_prompt = False
         self._group: list[_Step] = []
         self._now = 0
@@ -53,17 +54,20 @@ class StepGroups:
         # By place of the requests and drafts: when a step counted for itself last.
         self._fresh: dict[tuple[int, int], int] = {}
 
-    def add(self, requests: int, drafts: int, prompt: int, seconds: float) -> None:
+    def add(self, requests: int, drafts: int, prompt: int, seconds: float, rows: float | None = None) -> None:
         """Take in a step.
 
         Args:
             requests: of the step.
             drafts: that each verified, and that were made for each.
             prompt: rows of prompts.
-            seconds: of the step; 0 where that is not known.
+            seconds: of the step; 0 where that is not known. Where not every draft was verified, what it would
+                have taken with all.
+            rows: of the windows; as many as drafts say where that is not given.
 
         """
-        step, self._waiting = self._waiting, _Step(requests, drafts, prompt, seconds)
+        rows = requests * (drafts + 1.0) if rows is None else rows
+        step, self._waiting = self._waiting, _Step(requests, drafts, prompt, seconds, rows)
         self._now += 1
         if not self._is_known(step):
             self._close()
@@ -97,11 +101,7 @@ class StepGroups:
         times = self._times
         seconds = sum(step.seconds for step in group)
         without = sum(times.step(step.requests, step.drafts) for step in group)
-        adds = sum(
-            times.costs.beside(step.requests * (step.drafts + 1), step.prompt)
-            for step in group
-            if step.prompt
-        )
+        adds = sum(times.costs.beside(round(step.rows), step.prompt) for step in group if step.prompt)
         relative = log(seconds / (without + times.prompts * adds))
         keep = (1.0 - WEIGHT) ** len(group)
         self._weights = keep * self._weights + 1.0 - keep

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from math import isfinite, log
 from typing import Any
 
+import numpy as np
+
 from nwor.draft_costs import StepCosts
+from nwor.engine.draft_lengths.request_acceptance import Floats
 
 #: Steps of a cell that count as much as its measurement.
 PRIOR = 1.0
@@ -178,6 +181,23 @@ class StepTimes:
         """Return what :meth:`step` would, had nothing been seen of this number of draft tokens."""
         measured = self._of(requests, drafts)
         return max(measured + self._rows[self.place(requests)].common, LEAST * measured)
+
+    def by_rows(self, requests: int, chains: Sequence[int]) -> tuple[Floats, Floats]:
+        """Return what steps of so many requests take by the rows of their windows, without further passes.
+
+        Args:
+            requests: of the step.
+            chains: the numbers of draft tokens that were measured as chains, ascending.
+
+        Returns:
+            float64 [numbers] twice: rows of all windows together, and seconds of a step that verifies them
+            and makes one draft token for each request. Between them lies a line.
+
+        """
+        known = [k for k in chains if isfinite(self._of(requests, k))]
+        seconds = [self.step(requests, k) - self.costs.passes(requests, k) for k in known]
+        # More rows never take less time, whatever single numbers were seen to take.
+        return np.array([requests * (k + 1.0) for k in known]), np.maximum.accumulate(seconds)
 
     def is_in_doubt(self, requests: int, drafts: int) -> bool:
         """Return whether sums of late took far longer or shorter than expected, and too few to say why."""
