@@ -310,6 +310,36 @@ def serving() -> str:
     return _table(*heads, *more, rows=rows)
 
 
+def serving_lengths() -> str:
+    """Stock and `stage` with prompts and answers of several lengths, and with common prefixes."""
+    document = json.loads((HERE / "serving" / "results" / "h200-lengths.json").read_text("utf-8"))
+    rows, means = [], []
+    for group, loads in serving_report.groups(document).items():
+        for load, records in loads.items():
+            closed = serving_figures.compare(records, "stage", "stock", "tokens_s")
+            token = serving_figures.compare(records, "stage", "stock", "tpot")
+            means.append((closed.mean if load[0] == "c" else None, token.mean))
+            share = f"{group[4]:.0%} with " if group[4] else ""
+            rows.append(
+                [
+                    group[2] + (f", {share}common prefixes" if share else ""),
+                    f"{load[1:]} clients" if load[0] == "c" else f"arrivals, {load[1:]} of capacity",
+                    str(closed) if load[0] == "c" else "-",  # what comes in goes out
+                    str(token),
+                    _both(records, "ttft_ms", 0.5),
+                    _both(records, "ttft_ms", 0.99),
+                    _both(records, "stall_ms", 0.99),
+                ]
+            )
+            assert serving_figures.windows(records, "stage")[0] == 1.0
+    closed_mean, token_mean = (
+        f"{statistics.geometric_mean(one[place] for one in means if one[place]):.3f}" for place in (0, 1)
+    )
+    rows.append(["geometric mean", "", closed_mean, token_mean, "", "", ""])
+    heads = ("prompt / answer", "load", "tokens/s, `stage` / stock", "speed per token, `stage` / stock")
+    return _table(*heads, "first token, ms", "99%, ms", "longest stall, 99%, ms", rows=rows)
+
+
 def serving_auto() -> str:
     """Servers under HTTP load: stock with each number of drafts, and one that chooses it."""
     document = json.loads((HERE / "serving" / "results" / "h200-auto.json").read_text("utf-8"))
@@ -456,6 +486,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "graphs": graphs,
     "host": host,
     "serving": serving,
+    "serving-lengths": serving_lengths,
     "serving-auto": serving_auto,
     "serving-auto-acceptance": serving_auto_acceptance,
     "serving-trees": serving_trees,

@@ -143,6 +143,7 @@ class NworConfig:
         grammar_seconds: what compiling one grammar may take; 0 has no limit, and vLLM's own compiler.
         draft_tokens: the engine chooses each step's number of draft tokens within these bounds; None where
             vLLM's own settings fix it.
+        fit_windows: where the engine chooses numbers of draft tokens, requests may have fewer than others.
         draft_vocabulary: the tokens that an EAGLE head drafts of; None where it may draft any.
         tree: how large the trees of draft tokens are; None where windows are chains.
         tree_required: the engine does not start where it cannot have trees. Where false, its windows are then
@@ -163,6 +164,7 @@ class NworConfig:
     fast_sampling: bool = True
     grammar_seconds: int = 20
     draft_tokens: DraftBounds | None = None
+    fit_windows: bool = False
     draft_vocabulary: VocabularyChoice | None = None
     tree: TreeShape | None = None
     tree_required: bool = True
@@ -173,12 +175,19 @@ class NworConfig:
         """Check that the settings fit together.
 
         Raises:
-            ConfigError: if the initial mode is not among the enabled ones or a count is negative.
+            ConfigError: if the initial mode is not among the enabled ones, a count is negative, or a setting
+                needs another.
 
         """
         if self.mode not in self.modes:
             enabled = ", ".join(self.modes)
             raise ConfigError(f"NWOR mode {self.mode.value!r} is not among the enabled modes ({enabled})")
+        if self.fit_windows and self.draft_tokens is None:
+            raise ConfigError(
+                "windows fit requests where the engine chooses the number of draft tokens: add "
+                "--num-speculative-tokens auto or the setting draft_tokens, or drop --fit-windows "
+                "(fit_windows)"
+            )
         for name in _COUNTS:
             if getattr(self, name) < 0:
                 raise ConfigError(f"NWOR setting {name!r} must be 0 or more, not {getattr(self, name)}")
@@ -212,7 +221,7 @@ class NworConfig:
         for name in _COUNTS:
             if name in settings:
                 values[name] = _parse_int(name, settings[name])
-        for name in ("fast_host", "fast_sampling", "tree_required"):
+        for name in ("fast_host", "fast_sampling", "fit_windows", "tree_required"):
             if name in settings:
                 values[name] = _parse_bool(name, settings[name])
         if settings.get("draft_tokens") is not None:
@@ -263,6 +272,7 @@ class NworConfig:
             "fast_sampling": self.fast_sampling,
             "grammar_seconds": self.grammar_seconds,
             "draft_tokens": None if self.draft_tokens is None else str(self.draft_tokens),
+            "fit_windows": self.fit_windows,
             "draft_vocabulary": None if self.draft_vocabulary is None else str(self.draft_vocabulary),
             "tree": None if self.tree is None else self.tree.to_mapping(),
             "tree_required": self.tree_required,

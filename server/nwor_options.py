@@ -29,6 +29,7 @@ _SETTINGS = {
     "no_fast_sampling": "fast_sampling",
     "max_grammar_seconds": "grammar_seconds",
     "draft_vocabulary": "draft_vocabulary",
+    "fit_windows": "fit_windows",
 }
 
 
@@ -97,6 +98,13 @@ def add_nwor_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|N|FILE:N",
         help="Tokens that an EAGLE head drafts of, so that it reads a part of its output layer: a table that "
         "`nwor-server count-tokens` wrote, its first N, or the tokenizer's first N. Answers stay the same.",
+    )
+    group.add_argument(
+        "--fit-windows",
+        action="store_const",
+        const=True,
+        help="With draft tokens that the server chooses: requests that are harder to draft for than others "
+        "have fewer of them where that serves more. Experimental.",
     )
     group.add_argument(
         "--tree-nodes",

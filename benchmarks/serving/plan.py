@@ -179,8 +179,8 @@ def parse_lengths(text: str, max_len: int, shared: float = 0.0) -> Lengths:
     match = re.fullmatch(r"(\d+)/(\d+)(?::(0|1|0?\.\d+))?", text.strip())
     if match is None or not int(match[1]) or not int(match[2]):
         raise ValueError(
-            f"{text!r} are no lengths: give the medians of prompts and answers, as 512/256, and behind a colon "
-            "the share of prompts with a common prefix, as 512/256:0.5"
+            f"{text!r} are no lengths: give the medians of prompts and answers, as 512/256, and behind a "
+            "colon the share of prompts with a common prefix, as 512/256:0.5"
         )
     shared = shared if match[3] is None else float(match[3])
     prompt, answer = int(match[1]), int(match[2])

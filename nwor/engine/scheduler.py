@@ -93,7 +93,7 @@ class NworScheduling(BoundedDrafts, RequestFailures):
         if config is not None and config.draft_tokens is not None:
             self._nwor_check_bounds(config.draft_tokens)
             self.dynamic_sd_lookup = self._nwor_lengths = DraftLengths(
-                config.draft_tokens, config.tree_required, self._nwor_bounds
+                config.draft_tokens, config.tree_required, self._nwor_bounds if config.fit_windows else None
             )
 
     def _nwor_check_bounds(self, bounds: DraftBounds) -> None:

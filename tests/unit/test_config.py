@@ -30,6 +30,8 @@ def test_round_trip_through_plain_json(mode):
             "fast_host": False,
             "fast_sampling": False,
             "attention_backends": ["flash", "triton"],
+            "draft_tokens": "auto:0-4",
+            "fit_windows": True,
             "tree": {"nodes": 4, "depth": 2},
             "tree_acceptance_rates": [0.9, 1e-1],
         }
@@ -70,6 +72,8 @@ def test_rates_of_each_depth_of_trees() -> None:
         ({"self_check_interval": True}, "whole number"),
         ({"self_check_interval": 1.5}, "whole number"),
         ({"fast_host": 1}, "true or false"),
+        ({"fit_windows": "on"}, "true or false"),
+        ({"fit_windows": True}, "draft_tokens"),
         ({"fast_host": "false"}, "true or false"),
         ({"fast_sampling": None}, "true or false"),
         ({"tree_acceptance_rates": [0.5]}, "each level of the tree"),

@@ -1,12 +1,12 @@
-"""Claim: windows fit their requests where that serves more, and stay alike where requests do not differ.
+"""Claim: drafts get rows in the order of what they gain, until the next one costs more time than it is worth.
 
-Coverage: the estimate of each request against known chances, and none where requests are alike; the choice
-of drafts against every choice there is; what steps of fewer rows cost; bounds and how requests come back; a
-closed loop of easy and hard requests, on the device that a table of costs describes, against fixed numbers.
+Coverage: the choice of drafts against every choice there is; what steps of fewer rows cost, and what they
+teach; the time of a pass. Bounds of requests are in test_fitted_bounds.py, loops in test_virtual_loop.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -19,110 +19,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+
 from nwor.config import DraftBounds
-from nwor.counts.records import WorkerFacts
 from nwor.draft_costs import StepCosts
 from nwor.engine.draft_lengths import fitting, measurement
-from nwor.engine.draft_lengths.lookup import DraftLengths
 from nwor.engine.draft_lengths.policy import DraftLengthPolicy
-from nwor.engine.draft_lengths.request_acceptance import RequestAcceptance
-from nwor.engine.draft_lengths.request_bounds import PROBE_EVERY, RequestBounds
 from nwor.engine.draft_lengths.step_estimates import StepEstimates
-
-BOUNDS = DraftBounds(0, 8)
-CHAINS = BOUNDS.candidates
-PASS = 0.2e-3
-#: Milliseconds of steps of an 8B model on an H200, by requests, with 0, 1, 2, 3, 4, 6 and 8 draft tokens.
-TABLE = {
-    1: (5.26, 5.26, 5.54, 5.83, 6.15, 6.73, 7.36),
-    16: (5.64, 5.64, 6.05, 6.29, 6.76, 7.61, 8.37),
-    32: (6.01, 6.01, 6.60, 7.04, 7.69, 9.39, 11.2),
-    64: (6.84, 6.84, 8.01, 8.84, 10.7, 15.2, 17.5),
-    128: (8.22, 8.88, 11.8, 13.6, 17.1, 24.1, 30.0),
-}
-COSTS = StepCosts(
-    tuple(TABLE),
-    CHAINS,
-    tuple(tuple(value / 1e3 for value in row) for row in TABLE.values()),
-    (16, 64, 512),
-    (0.0066, 0.0069, 0.0125),
-    (PASS,) * len(TABLE),
-)
-EASY, HARD = 0.85, 0.2
-
-
-def _window(chance: Callable[[int], float], drafts: int, rng: random.Random) -> int:
-    accepted = 0
-    while accepted < drafts and rng.random() < chance(accepted):
-        accepted += 1
-    return accepted
-
-
-def _observed(chances: dict[str, Callable[[int], float]], windows: int, seed: int) -> RequestAcceptance:
-    acceptance, rng = RequestAcceptance(8), random.Random(seed)
-    for name in chances:
-        acceptance.add(name)
-    names = list(chances)
-    for _ in range(windows):
-        found = [[_window(chances[name], 4, rng) for name in names]]
-        acceptance.observe(names, np.full(len(names), 4), np.array(found, np.int32))
-        acceptance.survival(names)
-    return acceptance
-
-
-def test_requests_that_are_alike_are_hardly_ever_taken_for_different() -> None:
-    names = [str(number) for number in range(32)]
-    found = 0
-    for seed in range(40):
-        acceptance = _observed({name: lambda _: 0.7 for name in names}, 30, seed)
-        found += acceptance.survival(names) is not None
-    assert found <= 3
-
-
-def test_chances_of_requests_that_differ() -> None:
-    chances: dict[str, Callable[[int], float]] = {}
-    for number in range(32):
-        chance = (EASY, HARD)[number % 2]
-        # Later drafts are a little less likely.
-        chances[str(number)] = lambda place, chance=chance: chance * (1.0, 0.9, 0.9, 0.9)[place]
-    survival = _observed(chances, 200, 1).survival([*chances, "new"])
-    assert survival is not None
-    assert survival.shape == (33, 8)
-    assert (np.diff(survival, axis=1) <= 0).all()
-    for first, chance in ((0, EASY), (1, HARD)):
-        mean = survival[first:32:2].mean(axis=0)
-        assert mean[0] == pytest.approx(chance, abs=0.06)
-        assert mean[3] == pytest.approx(chance**4 * 0.9**3, abs=0.08)
-    # One that is new is like the others on the average, and may be easy: a chain's end is likelier then.
-    assert 0.3 < survival[32, 0] < 0.7
-    assert survival[32, 3] > survival[32, 0] ** 4
-
-
-def test_few_windows_say_little_where_requests_hardly_differ() -> None:
-    chances: dict[str, Callable[[int], float]] = {
-        str(number): lambda _, number=number: 0.6 + 0.1 * (number % 2) for number in range(64)
-    }
-    acceptance = _observed(chances, 200, 2)
-    acceptance.add("late")
-    names = [*chances, "late"]
-    acceptance.observe(["late"], np.array([4]), np.array([[0], [0]], np.int32))
-    survival = acceptance.survival(names)
-    assert survival is not None
-    assert survival[-1, 0] > 0.55  # two windows without any: chance, most likely
-
-
-def test_rows_are_used_again_and_trees_say_nothing_of_chains() -> None:
-    acceptance = RequestAcceptance(8)
-    for number in range(100):
-        name = str(number)
-        acceptance.add(name)
-        acceptance.add(name)
-        acceptance.observe([name, "gone"], np.array([60, 60]), np.full((3, 2), 8, np.int32))
-        assert acceptance._sums[3:, acceptance._rows[name]].tolist() == [0, 0]
-        acceptance.end(name)
-        acceptance.end(name)
-    assert acceptance._sums.shape[1] <= 4
-    assert acceptance.survival(["0", "gone"]) is None
+from nwor.engine.draft_lengths.step_groups import StepGroups
+from nwor.engine.draft_lengths.step_times import StepTimes
+from tests.unit.cost_table import BOUNDS, CHAINS, COSTS, PASS, TABLE
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -147,6 +52,14 @@ def test_the_drafts_taken_are_the_best_of_all(seed: int) -> None:
     assert 4 + chosen.sum() == plan.rows
 
 
+def test_every_request_keeps_the_fewest_drafts_that_were_asked_for() -> None:
+    survival = np.cumprod(np.array([[0.9, 0.9, 0.9, 0.9], [0.1, 0.1, 0.1, 0.1]]), axis=1)
+    plan = fitting.fitted(fitting.gains(survival), 4, lambda rows, tokens: (8.0 + rows) / tokens, 2)
+    assert plan.rows >= 2 * 3
+    without = fitting.fitted(fitting.gains(survival), 4, lambda rows, tokens: (8.0 + rows) / tokens)
+    assert without.rows < plan.rows
+
+
 def test_lengths_stay_while_gains_hardly_change() -> None:
     gained = np.array([[0.5, 0.31, 0.1], [0.5, 0.29, 0.1], [0.5, 0.2, 0.1]])
     assert fitting.lengths(gained, 0.3, np.full(3, -1.0)).tolist() == [2, 1, 1]
@@ -158,18 +71,109 @@ def _verifying(requests: int, drafts: int, rows: float) -> float:
     """Return the seconds of a step by what was measured."""
     estimates = StepEstimates(BOUNDS)
     estimates.take_costs(COSTS)
-    return estimates.verifying(requests, drafts, rows)
+    return COSTS.step(requests, drafts) - estimates.saved(requests, drafts, rows)
 
 
 def test_a_step_of_fewer_rows_costs_what_its_rows_and_passes_do() -> None:
     for requests, drafts in itertools.product((16, 64, 100), CHAINS):
-        whole = _verifying(requests, drafts, requests * (drafts + 1.0))
-        assert whole == pytest.approx(COSTS.step(requests, drafts), rel=1e-9)
+        assert _verifying(requests, drafts, requests * (drafts + 1.0)) == COSTS.step(requests, drafts)
     # 64 requests that make 8 drafts each and verify 2 of them: the rows of 2 drafts, 6 passes more.
     assert _verifying(64, 8, 64 * 3.0) == pytest.approx(COSTS.step(64, 2) + 6 * PASS)
     assert (np.diff([_verifying(64, 8, rows) for rows in range(64, 64 * 9)]) >= 0).all()
     assert COSTS.passes(64, 0) == COSTS.passes(64, 1) == 0
     assert COSTS.plain()["pass_milliseconds"]["16"] == 0.2
+
+
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("scale", [0.4, 1.0, 1.3])
+def test_steps_of_fewer_rows_teach_what_whole_ones_take(scale: float, looks: bool) -> None:
+    """A device that takes another time than measured shows it, and what is learnt does not run away."""
+    policy = DraftLengthPolicy(BOUNDS)
+    policy.take_costs(COSTS)
+    assert policy.times is not None
+    # One number was measured far too short: what it costs is not what fewer rows of others save.
+    for _ in range(20):
+        policy.times.observe(64, 1, 0.03)
+    rng = random.Random(1)
+    for step in range(2000):
+        spared = rng.choice((6, 40, 100))
+        policy.observe_step(64, 3, 0, 120.0, scale * _verifying(64, 3, 256.0 - spared), spared)
+        if looks and step % 16 == 0:
+            policy.estimates.plans(64, CHAINS)
+    assert policy.times.step(64, 3) == pytest.approx(scale * COSTS.step(64, 3), rel=0.1)
+    fitted = policy.estimates.seconds(64, 3, fitting.Plan(156.0, 100.0, 0.1))
+    assert fitted == pytest.approx(scale * _verifying(64, 3, 156.0), rel=0.12)
+    assert policy.estimates.saved(64, 3, 64 * 9.0) == 0.0
+    assert policy.estimates.saved(4096, 8, 4096.0) >= 0.0
+    nothing = StepCosts((1,), (2, 3), ((math.inf, math.inf),), pass_seconds=(PASS,))
+    assert StepTimes(nothing).saved(1, 3, (2, 3), np.array([1.0, 2.0])).tolist() == [0.0, 0.0]
+
+
+def test_prompts_beside_windows_count_by_the_rows_that_there_are() -> None:
+    """Beside few rows a prompt adds little; taken for many, it would seem to take less than measured."""
+    factors = []
+    # Up to 256 rows there is room for more; beyond, each takes its time.
+    costs = dataclasses.replace(COSTS, rows=(64, 256, 512), row_seconds=(0.0066, 0.0068, 0.0125))
+    for rows in (None, 64.0):
+        times = StepTimes(costs)
+        groups = StepGroups(times)
+        for place in range(64):
+            prompt = 64 if place % 2 else 0
+            seconds = costs.step(64, 4) + (costs.beside(64, 64) if prompt else 0.0)
+            groups.add(64, 4, prompt, seconds, rows)
+        factors.append(times.prompts)
+    assert factors[1] == pytest.approx(1.0, abs=0.05)
+    assert factors[0] < 0.9
+
+
+def test_plans_count_what_requests_asked_for_and_those_that_are_not_scheduled() -> None:
+    estimates = StepEstimates(BOUNDS)
+    estimates.take_costs(COSTS)
+    survival = np.cumprod(np.tile([[0.9], [0.2]], (32, 8)), axis=1)
+    survival[:16, 1:] = 0.0  # bounded to one by their own wish
+    plans = estimates.plans(64, CHAINS, survival)
+    asked = estimates.plans(32, CHAINS, survival)
+    for drafts in CHAINS:
+        # Half as many are scheduled: half the rows and tokens.
+        if not estimates.fits:
+            assert asked[drafts].rows == pytest.approx(plans[drafts].rows / 2)
+    alike = StepEstimates(BOUNDS)
+    alike.take_costs(dataclasses.replace(COSTS, seconds=tuple((0.01,) * 7 for _ in TABLE)))
+    found = alike.plans(64, CHAINS, survival)
+    assert not alike.fits  # rows cost nothing there
+    assert found[4].rows == 64 + 16 + 48 * 4
+
+
+def test_fitting_is_taken_up_for_more_than_it_is_kept_for() -> None:
+    survival = np.cumprod(np.tile([[0.8], [0.45]], (32, 8)), axis=1)
+    savings = []
+    for begin, keep, fits in ((0.0, 0.0, False), (1.0, 1.0, False), (1.0, 0.0, True), (1.0, 0.0, False)):
+        estimates = StepEstimates(BOUNDS)
+        estimates.take_costs(COSTS)
+        estimates.fits = fits
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fitting, "BEGIN", begin)
+            patch.setattr(fitting, "KEEP", keep)
+            estimates.plans(64, CHAINS, survival)
+        savings.append(estimates.fits)
+    assert savings == [True, False, True, False]
+    assert 0 < fitting.KEEP < fitting.BEGIN
+
+
+def test_rows_are_dearer_where_prompts_run_beside_them() -> None:
+    survival = np.cumprod(np.tile([[0.85], [0.3]], (32, 8)), axis=1)
+    rows = []
+    for prompts in (False, True):
+        estimates = StepEstimates(BOUNDS)
+        # Rows of windows are free, but make prompts beside them longer.
+        flat = tuple((0.01,) * 7 for _ in TABLE)
+        costs = dataclasses.replace(COSTS, seconds=flat, rows=(64, 512, 1024), row_seconds=(0.01, 0.01, 0.03))
+        estimates.take_costs(costs)
+        for _ in range(64):
+            estimates.observe_mix(480 if prompts else 0, 100.0)
+        plans = estimates.plans(64, CHAINS, survival)
+        rows.append(min(plan.rows for k, plan in plans.items() if k == 4))
+    assert rows[1] < rows[0] - 30
 
 
 def test_the_time_of_a_pass_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,201 +222,7 @@ def test_the_time_of_a_pass_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     assert costs.pass_seconds == pytest.approx([30e-6 * count for count in costs.requests])
     assert costs.passes(16, 4) == pytest.approx(3 * 16 * 30e-6)
     assert measurement.measure(worker, DraftBounds(0, 1)).pass_seconds == (0.0,) * 4
-
-
-class _Loop:
-    """A closed loop of requests on the device that :data:`COSTS` describes.
-
-    Args:
-        chance: returns the chance of each draft of a new request, by place.
-        clients: requests that run.
-        fixed: draft tokens of every step; None where they are chosen.
-        fits: whether windows may be fitted to requests.
-
-    """
-
-    def __init__(
-        self, chance: Callable[[random.Random], float], clients: int, fixed: int | None, fits: bool = True
-    ) -> None:
-        self.chance, self.clients, self.fixed = chance, clients, fixed
-        self.new, self.rng = random.Random(1), random.Random(2)
-        self.running: dict[str, Any] = {}
-        self.bounds = RequestBounds(True, 8, lambda: list(self.running))
-        self.policy = DraftLengthPolicy(BOUNDS, requests=self.bounds if fits else None)
-        self.policy.take_costs(COSTS)
-        self.made = self.count = 0
-
-    def run(self, seconds: float) -> float:
-        """Return the tokens of a second."""
-        tokens = took = 0.0
-        while took < seconds:
-            given, now = self._step()
-            tokens, took = tokens + given, took + now
-        return tokens / took
-
-    def _step(self) -> tuple[int, float]:
-        while len(self.running) < self.clients:
-            self.count += 1
-            chance, left = self.chance(self.new), max(20, int(self.new.lognormvariate(math.log(200), 0.5)))
-            name = str(self.count)
-            self.running[name] = SimpleNamespace(chance=lambda _, c=chance: c, left=left, drafts=0)
-            self.bounds.add(name, None)
-        made = self.policy.choose(self.clients) if self.fixed is None else self.fixed
-        windows = {name: one for name, one in self.running.items() if one.drafts}
-        accepted = [_window(one.chance, one.drafts, self.rng) for one in windows.values()]
-        drafts = np.array([one.drafts for one in windows.values()], np.int64)
-        seconds = _verifying(self.clients, made, float(self.clients + drafts.sum()))
-        tokens = self.clients + sum(accepted)
-        if self.fixed is None:
-            if windows:
-                self.bounds.observe(list(windows), drafts, np.array([accepted], np.int32))
-            for count in set(drafts.tolist()):
-                self.policy.estimates.observe(count, np.array(accepted)[drafts == count])
-            known, spared = made == self.made, made * self.clients - int(drafts.sum())
-            self.policy.observe_step(
-                self.clients, made, 0, tokens, seconds if known else 0.0, spared if known else 0
-            )
-        self.made = made
-        for one, count in zip(windows.values(), accepted, strict=True):
-            one.left -= count
-        for name, one in list(self.running.items()):
-            one.left -= 1
-            if one.left <= 0:
-                del self.running[name]
-                self.bounds.end(name)
-                continue
-            bound = self.bounds.active.get(name) if self.fixed is None else None
-            one.drafts = len(bound.cut([0] * made)) if bound else made
-        return tokens, seconds
-
-
-def _either(rng: random.Random) -> float:
-    return rng.choice((EASY, HARD))
-
-
-@pytest.mark.parametrize("clients", [16, 64, 128])
-def test_a_loop_of_easy_and_hard_requests_is_served_as_with_the_best_number_or_better(clients: int) -> None:
-    best = max(_Loop(_either, clients, k).run(8.0) for k in (1, 2, 3, 4))
-    loop = _Loop(_either, clients, None)
-    loop.run(2.0)
-    assert loop.run(8.0) > 0.98 * best
-    if clients == 64:
-        alike = _Loop(_either, clients, None, fits=False)
-        alike.run(2.0)
-        assert loop.run(8.0) > 1.015 * alike.run(8.0)
-
-
-def test_requests_that_are_alike_keep_windows_alike() -> None:
-    loop = _Loop(lambda _: 0.72, 64, None)
-    bounded = 0
-    for _ in range(300):
-        loop._step()
-        bounded += bool(loop.bounds.lengths())
-    assert bounded < 15
-
-
-def _fitted(chances: dict[str, float], seed: int = 1) -> RequestBounds:
-    """Return bounds of requests that were watched for 40 windows, before anything is fitted."""
-    bounds, rng, names = RequestBounds(True, 8, lambda: list(chances)), random.Random(seed), list(chances)
-    for name in names:
-        bounds.add(name, None)
-    for _ in range(40):
-        found = [[_window(lambda _, n=name: chances[n], 4, rng) for name in names]]
-        bounds.observe(names, np.full(len(names), 4), np.array(found, np.int32))
-    return bounds
-
-
-CHANCES = {f"easy{place}": 0.9 for place in range(8)} | {f"hard{place}": 0.22 for place in range(8)}
-
-
-def test_hard_requests_get_fewer_drafts_and_probe_where_they_get_none() -> None:
-    bounds = _fitted(CHANCES)
-    assert bounds.survival() is not None
-    bounds.fit(0.25, 4)
-    assert {name for name in CHANCES if name.startswith("hard")} <= set(bounds.active)
-    hard = bounds.active["hard0"]
-    assert (hard.fitted, hard.idle) == (0, True)
-    made = [len(hard.cut([0] * 4)) for _ in range(2 * PROBE_EVERY)]
-    assert sorted(set(made)) == [0, 1]
-    assert made.count(1) == 2
-    easy = bounds.active.get("easy0")
-    assert easy is None or easy.fitted >= 2
-    assert sum(bounds.lengths().values()) == len(bounds.active)
-    # Where the least gain is enough, nothing is bounded.
-    bounds.survival()
-    bounds.fit(1e-9, 8)
-    assert bounds.lengths() == {}
-
-
-def test_a_fitted_request_comes_back_by_its_probes_and_by_the_next_look() -> None:
-    bounds = _fitted(CHANCES)
-    bounds.survival()
-    bounds.fit(0.25, 4)
-    bound = bounds.active["hard0"]
-    for _ in range(PROBE_EVERY):
-        drafts = len(bound.cut([0] * 4))
-    assert drafts == 1
-    bounds.observe(["hard0"], np.array([1]), np.array([[1]], np.int32))
-    for _ in range(8):
-        assert len(bound.cut([0] * 4)) == 1
-        bounds.observe(["hard0"], np.array([1]), np.array([[1]], np.int32))
-    assert "hard0" not in bounds.active
-    survival = bounds.survival()
-    assert survival is not None
-    assert survival[list(CHANCES).index("hard0"), 0] > 0.3  # what it was before is forgotten
-
-
-def test_what_was_asked_for_and_chains_beside_trees_keep_their_bounds() -> None:
-    bounds = _fitted(CHANCES)
-    bounds.add("easy1", 1)
-    survival = bounds.survival()
-    assert survival is not None
-    assert survival[1, 0] > 0.7
-    assert survival[1, 1:].tolist() == [0.0] * 7
-    bounds.fit(0.25, 4)
-    assert len(bounds.active["easy1"].cut([0] * 4)) == 1
-    hard = bounds.active["hard1"]
-    hard.fitted = 1
-    assert len(hard.cut([0] * 16, 8)) == 16  # trees are not fitted
-    assert len(hard.cut([0] * 4)) == 1
-
-
-def test_nothing_is_fitted_once_numbers_are_not_chosen() -> None:
-    for end in ("fixed", "watch", "alike"):
-        bounds = _fitted(CHANCES)
-        lengths = DraftLengths(BOUNDS, requests=bounds)
-        lengths.take_costs(COSTS)
-        lengths.follow(WorkerFacts("stage", 1, 1))
-        lengths.policy.estimates.observe(4, np.array([4, 0] * 40, np.int32))
-        lengths[16]
-        bounds.survival()
-        lengths.policy._fit(0.25)
-        assert bounds.lengths()
-        assert lengths.explain()["least_gain"] == 0.25
-        if end == "fixed":
-            lengths.follow(WorkerFacts("stage", 1, 1)._replace(draft_tokens="2"))
-        elif end == "watch":
-            bounds.watch = False
-            assert bounds.survival() is None
-        else:
-            bounds.acceptance.clear()
-            lengths.policy._look(16)
-        assert bounds.lengths() == {}
-        assert bounds.active == {}
-        assert end == "watch" or lengths.explain()["least_gain"] == 0
-
-
-def test_steps_that_spare_rows_teach_what_whole_ones_take() -> None:
-    """A device that is slower than measured: steps with fitted windows show it, as whole ones would."""
-    found = []
-    for spared in (0, 64):
-        policy = DraftLengthPolicy(BOUNDS)
-        policy.take_costs(COSTS)
-        assert policy.times is not None
-        for _ in range(60):
-            seconds = 0.002 + _verifying(64, 3, 64 * 4.0 - spared)
-            policy.observe_step(64, 3, 0, 120.0, seconds, spared)
-            policy.estimates.plans(64, CHAINS)  # what steps take is looked at anew
-        found.append(policy.times.step(64, 3) - COSTS.step(64, 3))
-    assert found[0] == pytest.approx(0.002, rel=0.1)
-    assert found[1] == pytest.approx(found[0], rel=0.25)
+    # Where all chains are long, by the shortest.
+    runner.max_model_len = 8192
+    long = measurement.measure(worker, DraftBounds(9, 63))
+    assert long.pass_seconds == pytest.approx([30e-6 * count for count in long.requests])

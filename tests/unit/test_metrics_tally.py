@@ -244,6 +244,7 @@ DRAFTING = {
     "milliseconds": {"0": 9.1, "2": 10.2},
     "tokens_per_second": {"0": 110.0, "2": 210.0},
     "seconds_without_drafts": 0.0,
+    "least_gain": 0.12,
 }
 
 
@@ -271,6 +272,7 @@ def test_metrics_show_what_is_drafted():
         0.2,
     ]
     assert sample("nwor_seconds_without_drafts") == 0
+    assert sample("nwor_draft_least_gain") == 0.12
     off = DRAFTING | {"auto": False, "chosen": 0, "seconds_without_drafts": 61.5}
     logger.record(figures.EngineStats(nwor=figures.EngineFigures(drafting=off)), None)
     assert (sample("nwor_draft_tokens_chosen"), sample("nwor_draft_tokens_auto")) == (0, 0)
@@ -339,8 +341,9 @@ def test_an_engine_without_trees_shows_none():
 
 def test_an_engine_with_a_fixed_number_shows_no_choice():
     make_logger()
-    for name in ("draft_steps_total", "draft_tokens_chosen", "draft_tokens_auto", "seconds_without_drafts"):
+    for name in ("draft_steps_total", "draft_tokens_chosen", "draft_tokens_auto", "draft_least_gain"):
         assert sample(f"nwor_{name}") is None
+    assert sample("nwor_seconds_without_drafts") is None
 
 
 def test_a_step_from_before_a_switch_does_not_turn_the_mode_back():

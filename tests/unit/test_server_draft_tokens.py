@@ -50,6 +50,16 @@ def chosen(args: argparse.Namespace) -> DraftBounds | None:
     return None if config is None else config.draft_tokens
 
 
+def test_windows_fit_requests_where_the_number_is_chosen() -> None:
+    for flags, fits in (((), False), (("--fit-windows",), True)):
+        args = settle("--num-speculative-tokens", "auto", *flags)
+        config = NworConfig.from_additional_config(args.additional_config)
+        assert config is not None
+        assert config.fit_windows == fits
+    with pytest.raises(UsageError, match="add --num-speculative-tokens auto"):
+        settle("--num-speculative-tokens", "4", "--fit-windows")
+
+
 def test_a_number_fixes_it() -> None:
     args = settle("--num-speculative-tokens", "6")
     assert args.speculative_config["num_speculative_tokens"] == 6

@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     Attributes:
         rows: of all windows together.
         tokens: expected of them; where requests differ, their number times the geometric mean.
-        least: gain that a draft needs for a row; 0 where every window has all.
+        least: gain that a draft needs for a row; 0 where no windows are fitted.
 
     """
 
@@ -68,19 +68,23 @@ def gains(survival: Floats) -> Floats:
     return found
 
 
-def fitted(gained: Floats, drafts: int, cost: Callable[[Floats, Floats], Floats]) -> Plan:
+def fitted(
+    gained: Floats, drafts: int, cost: Callable[[Floats, Floats], Floats], least_drafts: int = 0
+) -> Plan:
     """Return the step with the cheapest tokens.
 
     Args:
         gained: float64 [requests, longest], the gains.
         drafts: that are made for each.
         cost: the cost of a token, by rows and by tokens of a step.
+        least_drafts: drafts that every request verifies.
 
     """
-    requests = len(gained)
-    falling: Floats = np.sort(gained[:, :drafts], axis=None)[::-1]
-    rows = np.arange(requests, requests + len(falling) + 1, dtype=np.float64)
-    tokens: Floats = requests * np.exp(np.concatenate(([0.0], np.cumsum(falling))) / requests)
+    requests, kept = len(gained), min(least_drafts, drafts)
+    falling: Floats = np.sort(gained[:, kept:drafts], axis=None)[::-1]
+    rows = np.arange(len(falling) + 1, dtype=np.float64) + requests * (1.0 + kept)
+    before = float(gained[:, :kept].sum())
+    tokens: Floats = requests * np.exp(np.concatenate(([before], before + np.cumsum(falling))) / requests)
     best = int(np.argmin(cost(rows, tokens)))
     return Plan(float(rows[best]), float(tokens[best]), float(falling[best - 1]) if best else 1.0)
 

@@ -22,8 +22,9 @@ from nwor.tree_shape import schedule
 
 #: Steps whose windows may wait to be taken in.
 MOST_WAITING = 16
-#: A step shows what trees of so many nodes cost if at least this share of them was verified.
-MOST_OF_TREES = 0.75
+#: A step shows what so many drafts of each request cost if at least this share of them was verified. Where
+#: windows are fitted to requests, chains show it by their rows.
+MOST_MADE = 0.75
 _INT32 = np.dtype(np.int32)
 
 
@@ -38,7 +39,7 @@ class DraftLengths:
     Args:
         started: the bounds that the engine was started with.
         trees_required: somebody asked for trees, so few requests have them where costs are not known.
-        requests: whose windows may be fitted to them.
+        requests: whose windows may be fitted to them; None where all of a step have as many draft tokens.
 
     Attributes:
         policy: the choice.
@@ -50,6 +51,7 @@ class DraftLengths:
         self, started: DraftBounds, trees_required: bool = True, requests: Requests | None = None
     ) -> None:
         self.policy = DraftLengthPolicy(started, requests=requests)
+        self._fits = requests is not None
         self.steps: Counter[int] = Counter()
         self._started = started
         self._longest_chain = started.most if started.tree is None else started.tree.depth
@@ -192,19 +194,13 @@ class DraftLengths:
         verified = sum(map(len, drafts.values()))
         prompt = rows - requests - verified
         spared = 0
-        if made in self.policy.estimates.trees:
-            known = longest == made and verified >= MOST_OF_TREES * made * len(drafts)
+        if not self._fits or made in self.policy.estimates.trees:
+            known = longest == made and verified >= MOST_MADE * made * len(drafts)
         else:
-            known = made == before and longest <= made
-            if known and made and (verified != made * len(drafts) or len(drafts) < requests):
-                # Windows are fitted to requests, or bounded; some requests may have none.
-                without = sum(
-                    count == 1 and name not in drafts
-                    for name, count in scheduled.num_scheduled_tokens.items()
-                )
-                spared = made * (len(drafts) + without) - verified
-        if not known:  # the number has just changed
-            made, seconds = longest, 0.0
+            # Windows may be fitted to requests. Others decode without drafts, or are prompts.
+            known, spared = made == before and longest <= made, made * requests - verified
+        if not known:  # the number has just changed, or windows of requests are bounded
+            made, seconds, spared = longest, 0.0, 0
         self.policy.observe_step(requests, made, prompt, tokens, seconds, spared)
 
     def drain(self) -> dict[int, int]:

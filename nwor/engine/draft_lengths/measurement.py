@@ -37,7 +37,7 @@ MOST_CHAIN_ROWS = 1024
 #: How often all is measured, one time after the other: the shortest time of each counts. Whatever else the
 #: device does makes steps longer, and may take a second.
 TIMES = 2
-#: Passes of the drafter from which the time of one follows, at most.
+#: Passes of the drafter from which the time of one follows, at most, unless all chains are longer.
 MOST_PASSES = 8
 _CONTEXT = 16
 #: Tokens that requests may grow by where there is room: enough for chains of all numbers.
@@ -214,19 +214,19 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
         return row
 
     chains = [k for k in fitting if bounds.tree is None or not bounds.tree.is_tree(k)]
-    most_passes = max((k for k in chains if k <= MOST_PASSES), default=0)
+    most_passes = max((k for k in chains if k <= MOST_PASSES), default=min(chains, default=0))
 
-    def passes(count: int) -> float:
-        """Return the seconds of one more pass of the drafter, by steps that verify nothing."""
+    def passes(count: int) -> tuple[float, float]:
+        """Return the seconds of steps that verify nothing, with one pass of the drafter and with most."""
         if most_passes < 2:
-            return 0.0
+            return 0.0, 0.0
         found = []
         for drafts in (1, most_passes):
             requests.begin(count, prompt, room, 0)
             for _ in range(1 + SETTLE):
                 requests.step(0, drafts)
             found.append(_seconds(runner.device, lambda k=drafts: requests.step(0, k), STEPS_OF_MANY))
-        return (found[1] - found[0]) / (most_passes - 1)
+        return found[0], found[1]
 
     def prompts(size: int) -> float:
         requests.begin(1, size, 1, 0)
@@ -256,7 +256,10 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
         without_spikes(table, columns),
         tuple(rows),
         tuple(_least_behind(row_seconds)),
-        tuple(max(0.0, min(same)) for same in zip(*turns, strict=True)),
+        tuple(
+            max(0.0, min(most for _, most in same) - min(one for one, _ in same)) / max(most_passes - 1, 1)
+            for same in zip(*turns, strict=True)
+        ),
     )
 
 

@@ -5,6 +5,7 @@ Steps in turns try what is not chosen and might be better, so that A and T of it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any, Protocol
 
@@ -52,14 +53,18 @@ class Requests(Protocol):
         None where requests do not differ beyond chance.
         """
 
-    def fit(self, least: float, drafts: int) -> None:
+    def fit(self, least: float, drafts: int, least_drafts: int = 0) -> None:
         """Verify those drafts alone that are likely enough, until this is called again.
 
         Args:
             least: gain that a draft needs; 0 for all drafts.
             drafts: that are made for each.
+            least_drafts: drafts that each verifies all the same.
 
         """
+
+    def lengths(self) -> Mapping[int, int]:
+        """Return how many requests are bounded to each number of drafts, by number."""
 
 
 class DraftLengthPolicy:
@@ -233,7 +238,7 @@ class DraftLengthPolicy:
         survival = None
         if self._requests is not None and requests >= FEWEST_FITTED:
             survival = self._requests.survival()
-        self._plans = self.estimates.plans(requests, self._candidates, survival)
+        self._plans = self.estimates.plans(requests, self._candidates, survival, self.bounds.least)
         found = {k: self.estimates.cost(requests, k, plan) for k, plan in self._plans.items()}
         best = min(found, key=found.__getitem__)
         now = found.get(self.chosen)
@@ -251,7 +256,7 @@ class DraftLengthPolicy:
     def _fit(self, least: float) -> None:
         """Have windows fitted to requests from now on, or no longer where ``least`` is 0."""
         if self._requests is not None and (least or self.least):
-            self._requests.fit(least, self.chosen)
+            self._requests.fit(least, self.chosen, self.bounds.least)
         self.least = least
 
     def unfit(self) -> None:
@@ -279,7 +284,7 @@ class DraftLengthPolicy:
         rows = requests * (drafts + 1.0) - spared
         if spared and seconds and self.times.knows(drafts):
             # What it would have taken with all drafts: one finding for steps of one number, fitted or not.
-            seconds += self.times.step(requests, drafts) - self.estimates.verifying(requests, drafts, rows)
+            seconds += self.estimates.saved(requests, drafts, rows)
         self._groups.add(requests, drafts, prompt, seconds, rows)
 
     def explain(self) -> dict[str, Any]:
@@ -297,7 +302,12 @@ class DraftLengthPolicy:
             "corrections": {},
             "prompt_factor": 1.0,
             "least_gain": round(self.least, 4),
+            "bounded_requests": {},
         }
+        if self.least and self._requests is not None:
+            result["bounded_requests"] = {
+                str(drafts): count for drafts, count in sorted(self._requests.lengths().items())
+            }
         for nodes, accepted in self.estimates.tree_accepted().items():
             result["tree_acceptance"][str(nodes)] = [round(value, 4) for value in accepted]
         if self.times is not None and self._looked_at:

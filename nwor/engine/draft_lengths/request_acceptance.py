@@ -32,8 +32,9 @@ _KEEP = 1 - 1 / AVERAGED
 #: Row of requests that are not watched.
 _NONE = 0
 #: Rows of the sums, weighted but for the third: accepted drafts and windows of any kind; windows; accepted
-#: drafts and tries of chains, tries by what their positions differ by.
-_ACCEPTED, _WEIGHTS, _WINDOWS, _CHAIN_ACCEPTED, _TRIES = range(5)
+#: drafts and tries of chains, tries by what their positions differ by, g. Then what the chance that is in the
+#: accepted ones follows from: sums of g and of its squares, with squares of weights.
+_ACCEPTED, _WEIGHTS, _WINDOWS, _CHAIN_ACCEPTED, _TRIES, _ALONE, _ALONE_SQUARES = range(7)
 
 
 class RequestAcceptance:
@@ -48,7 +49,7 @@ class RequestAcceptance:
         self.longest = longest
         self._rows: dict[str, int] = {}
         self._unused: list[int] = []
-        self._sums: Floats = np.zeros((5, 1))
+        self._sums: Floats = np.zeros((7, 1))
         # Of each position: accepted drafts, and how many were expected of the requests that tried it.
         self._shape_accepted, self._shape_expected = np.zeros(longest), np.zeros(longest)
         self._shape: Floats = np.ones(longest)
@@ -82,35 +83,56 @@ class RequestAcceptance:
         self._sums[:, self._rows[request_id]] = 0
 
     def observe(
-        self, request_ids: Sequence[str], drafts: npt.NDArray[np.integer], accepted: npt.NDArray[np.int32]
-    ) -> None:
+        self,
+        request_ids: Sequence[str],
+        drafts: npt.NDArray[np.integer],
+        accepted: npt.NDArray[np.int32],
+        rare: float = 0.0,
+    ) -> npt.NDArray[np.int64]:
         """Take in windows of steps in a row that had the same requests and draft tokens.
 
         Args:
             request_ids: the request of each window of a step.
             drafts: [windows], draft tokens of each.
             accepted: int32 [steps, windows], accepted ones.
+            rare: accepted drafts a window.
+
+        Returns:
+            Places of the requests that had enough windows, and fewer accepted drafts in them than ``rare``.
 
         """
         rows = self._of(request_ids)
         steps = len(accepted)
-        weights = _KEEP ** np.arange(steps - 1, -1, -1)
+        weights = np.power(_KEEP, np.arange(steps - 1, -1, -1, dtype=np.float64))
         sums = self._sums
         sums[:2, rows] *= _KEEP**steps
         sums[_ACCEPTED, rows] += weights @ accepted
         sums[_WEIGHTS, rows] += weights.sum()
         sums[_WINDOWS, rows] += steps
-        chains = drafts <= self.longest
-        if not chains.all():
-            if not chains.any():
-                return
-            rows, drafts, accepted = rows[chains], drafts[chains], accepted[:, chains]
+        self._observe_chains(rows, drafts, accepted, weights)
+        few = (sums[_WINDOWS, rows] >= AVERAGED) & (sums[_ACCEPTED, rows] < rare * sums[_WEIGHTS, rows])
+        return np.flatnonzero(few & (rows != _NONE))
+
+    def _observe_chains(
+        self,
+        rows: npt.NDArray[np.int64],
+        drafts: npt.NDArray[np.integer],
+        accepted: npt.NDArray[np.int32],
+        weights: Floats,
+    ) -> None:
+        if not len(drafts) or drafts.max() > self.longest:
+            return  # trees, or the first rows of some
         tried = np.minimum(accepted + 1, drafts)
         self._observe_shape(rows, tried, accepted)
-        expected = np.concatenate(([0.0], np.cumsum(self._shape)))[tried]
-        sums[_CHAIN_ACCEPTED:, rows] *= _KEEP**steps
+        sums, steps = self._sums, len(accepted)
+        shape = np.concatenate(([0.0], self._shape))
+        expected, squares = np.cumsum(shape)[tried], np.cumsum(shape**2)[tried]
+        sums[_CHAIN_ACCEPTED : _TRIES + 1, rows] *= _KEEP**steps
         sums[_CHAIN_ACCEPTED, rows] += weights @ accepted
         sums[_TRIES, rows] += weights @ expected
+        sums[_ALONE:, rows] *= _KEEP ** (2 * steps)
+        sums[_ALONE, rows] += weights**2 @ expected
+        sums[_ALONE_SQUARES, rows] += weights**2 @ squares
 
     def _observe_shape(
         self, rows: npt.NDArray[np.int64], tried: npt.NDArray[np.integer], accepted: npt.NDArray[np.int32]
@@ -125,13 +147,6 @@ class RequestAcceptance:
         found = (self._shape_accepted + SHAPE_PRIOR) / (self._shape_expected + SHAPE_PRIOR)
         self._shape = found / found[0]
 
-    def are_rare(self, request_ids: Sequence[str], least: float) -> npt.NDArray[np.bool_]:
-        """Return bool [requests]: had enough windows, and fewer than ``least`` accepted drafts in each."""
-        rows = self._of(request_ids)
-        accepted, weights, windows = self._sums[:3, rows]
-        found: npt.NDArray[np.bool_] = (windows >= AVERAGED) & (accepted < least * weights) & (rows != _NONE)
-        return found
-
     def survival(self, request_ids: Sequence[str]) -> Floats | None:
         """Return the chances that all drafts up to each position are accepted, request by request.
 
@@ -144,20 +159,22 @@ class RequestAcceptance:
         """
         rows = self._of(request_ids)
         self._sums[:, _NONE] = 0
-        accepted, tries = self._sums[_CHAIN_ACCEPTED:, rows]
+        accepted, tries, alone, squares = self._sums[_CHAIN_ACCEPTED:, rows]
         seen = tries > 0
         total = float(tries.sum())
-        if int(seen.sum()) < 2:
+        others = int(seen.sum()) - 1
+        if others < 1:
             return None
         mean = min(max(float(accepted.sum()) / total, LEAST), MOST)
-        chance_alone = mean * (1.0 - mean)
-        others = int(seen.sum()) - 1
-        apart = float(((accepted[seen] - mean * tries[seen]) ** 2 / tries[seen]).sum()) / chance_alone
-        beyond = apart - others
-        if beyond < SIGNIFICANT * sqrt(2.0 * others):
+        # How far each is from the mean, squared, by its tries; and how far it would be by chance alone.
+        apart = (accepted[seen] - mean * tries[seen]) ** 2 / tries[seen]
+        chance = np.maximum(mean * alone[seen] - mean**2 * squares[seen], LEAST * mean * alone[seen])
+        chance *= others / (others + 1.0) / tries[seen]
+        beyond = float(apart.sum() - chance.sum())
+        if beyond <= SIGNIFICANT * sqrt(2.0 * float((chance**2).sum())):
             return None
-        spread = chance_alone * beyond / (total - float((tries**2).sum()) / total)
-        prior = max(chance_alone / spread - 1.0, LEAST_PRIOR)
+        spread = beyond / (total - float((tries**2).sum()) / total)
+        prior = max(mean * (1.0 - mean) / spread - 1.0, LEAST_PRIOR)
         yes = accepted + prior * mean
         both = np.maximum(tries, accepted) + prior
         self._chances[rows] = np.clip(yes / both, LEAST, MOST)

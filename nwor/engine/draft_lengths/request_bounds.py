@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, expm1
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ PROBE_EVERY = 32
 TRIAL, TRIAL_ACCEPTED = 8, 2
 
 #: Reasons for a bound, as answers name them.
-ASKED, RARELY_ACCEPTED = "asked", "rarely accepted"
+ASKED, RARELY_ACCEPTED, FITTED = "asked", "rarely accepted", "fitted"
 
 
 @dataclass
@@ -50,12 +50,13 @@ class _Bound:
         asked: most drafts of a window, as the request wants it; None where it wants nothing.
         chain: whether its windows have to be chains though others are trees.
         stopped: whether it drafts no longer, for want of accepted drafts.
-        ever_stopped: whether it was at any time.
+        ever_stopped: whether it was at any time, or had none that were worth their rows.
         waited: steps since its latest probing window.
         trial: windows left of those that follow an accepted probe.
         trial_accepted: accepted ones so far.
         skipped: steps in which it would have had drafts.
-        fitted: most drafts that are likely enough to be worth their rows; None where all are.
+        fitted: most drafts that are worth their rows; None where all are.
+        ever_fitted: whether that was a bound at any time.
 
     """
 
@@ -68,6 +69,7 @@ class _Bound:
     trial_accepted: int = 0
     skipped: int = 0
     fitted: int | None = None
+    ever_fitted: bool = False
 
     @property
     def idle(self) -> bool:
@@ -82,7 +84,21 @@ class _Bound:
     @property
     def told(self) -> bool:
         """Whether answers tell of it: what no window of a chain can have is no bound."""
-        return self.ever_stopped or self.asked is not None
+        return self.ever_stopped or self.ever_fitted or self.asked is not None
+
+    @property
+    def now(self) -> int | None:
+        """Most drafts of a window, as answers tell; None where there is no bound."""
+        if self.idle:
+            return 0
+        return min((most for most in (self.asked, self.fitted) if most is not None), default=None)
+
+    @property
+    def why(self) -> str:
+        """Why it is or was bounded, as answers tell."""
+        if self.ever_stopped:
+            return RARELY_ACCEPTED
+        return ASKED if self.asked is not None else FITTED
 
     def cut(self, drafts: list[int], deep: int | None = None) -> list[int]:
         """Return those of a step's drafts that the next window takes; to be called once a step.
@@ -95,7 +111,7 @@ class _Bound:
         most = len(drafts) if self.asked is None else self.asked
         if self.chain and deep is not None:
             most = min(most, deep)
-        if self.idle:
+        if self.stopped or (self.fitted == 0 and deep is None):  # trees are not fitted
             self.waited += 1
             probes = self.trial > 0 or self.waited >= PROBE_EVERY
             if probes:
@@ -126,7 +142,7 @@ class _Bound:
             return
         self.trial = max(0, self.trial - windows)
         self.trial_accepted += accepted
-        if not self.trial and self.trial_accepted >= max(TRIAL_ACCEPTED, ceil(least * TRIAL)):
+        if not self.trial and self.trial_accepted >= max(TRIAL_ACCEPTED, ceil(expm1(least) * TRIAL)):
             self.stopped, self.fitted = False, None
 
 
@@ -153,6 +169,7 @@ class RequestBounds:
         self._bounds: dict[str, _Bound] = {}
         self.acceptance = RequestAcceptance(longest)
         self._running = running
+        self._idle: set[str] = set()
         # What windows are fitted by: the running requests, and what their drafts' chances were at the latest
         # look; the gain that a draft needs.
         self._looked: tuple[list[str], Floats] | None = None
@@ -196,6 +213,7 @@ class RequestBounds:
         """Let a request go."""
         self._bounds.pop(request_id, None)
         self.active.pop(request_id, None)
+        self._idle.discard(request_id)
         self.acceptance.end(request_id)
 
     def observe(
@@ -211,17 +229,19 @@ class RequestBounds:
         """
         if not self._watch:
             return
-        self.acceptance.observe(request_ids, drafts, accepted)
-        rare = self.acceptance.are_rare(request_ids, RARE)
-        steps = len(accepted)
+        rare = set(self.acceptance.observe(request_ids, drafts, accepted, RARE).tolist())
+        if not rare and not self._idle:
+            return
         for place, request_id in enumerate(request_ids):
-            bound = self.active.get(request_id)
-            if bound is not None and bound.idle:
-                bound.probed(steps, int(accepted[:, place].sum()), self._least)
+            if request_id in self._idle:
+                if drafts[place] > 1:
+                    continue  # made before it was left without drafts
+                bound = self._bounds[request_id]
+                bound.probed(len(accepted), int(accepted[:, place].sum()), self._least)
                 if not bound.idle:
                     self.acceptance.forget(request_id)
                     self._settle(request_id, bound)
-            elif rare[place]:
+            elif place in rare:
                 bound = self._bounds.setdefault(request_id, _Bound())
                 bound.stopped = True
                 bound.stop()
@@ -243,7 +263,7 @@ class RequestBounds:
         self._looked = running, survival
         return survival
 
-    def fit(self, least: float, drafts: int) -> None:
+    def fit(self, least: float, drafts: int, least_drafts: int = 0) -> None:
         """Verify those drafts alone that are likely enough, as :class:`policy.Requests` says."""
         fitting, self._least = self._least > 0, least
         if not least or self._looked is None:
@@ -258,17 +278,19 @@ class RequestBounds:
         before = [every if one is None or one.fitted is None else float(one.fitted) for one in known]
         wanted = lengths(gains(survival), least, np.array(before))
         for request_id, one, most in zip(running, known, wanted.tolist(), strict=True):
-            fitted = None if most >= drafts else int(most)
+            asked = drafts if one is None or one.asked is None else min(one.asked, drafts)
+            most = max(int(most), least_drafts)
+            fitted = None if most >= asked else most
             if fitted == (None if one is None else one.fitted):
                 continue
             changed = one or self._bounds.setdefault(request_id, _Bound())
             if fitted == 0 and not changed.idle:
                 changed.stop()
-            changed.fitted = fitted
+            changed.fitted, changed.ever_fitted = fitted, True
             self._settle(request_id, changed)
 
     def lengths(self) -> dict[int, int]:
-        """Return how many running requests are bounded to each number of drafts, by number."""
+        """Return how many requests are bounded to each number of drafts, by number; some may be waiting."""
         return Counter(bound.fitted for bound in self.active.values() if bound.fitted is not None)
 
     def _settle(self, request_id: str, bound: _Bound) -> None:
@@ -276,15 +298,18 @@ class RequestBounds:
             self.active[request_id] = bound
         else:
             self.active.pop(request_id, None)
+        if bound.idle:
+            self._idle.add(request_id)
+        else:
+            self._idle.discard(request_id)
 
     def enter(self, request_id: str, figures: RequestFigures) -> None:
         """Put a request's bound into its figures."""
         bound = self._bounds.get(request_id)
         if bound is None or not bound.told:
             return
-        figures.nwor_max_draft_tokens = 0 if bound.idle else bound.asked
+        figures.nwor_max_draft_tokens, figures.nwor_why_bounded = bound.now, bound.why
         figures.nwor_steps_without_drafts = bound.skipped
-        figures.nwor_why_bounded = RARELY_ACCEPTED if bound.ever_stopped else ASKED
 
 
 def asked_bound(request: Any) -> int | None:

@@ -78,9 +78,8 @@ class StepEstimates:
         self.fits = False
         self._prompts: deque[int] = deque(maxlen=PROMPTS)
         self._mixed = self._seen = self._tokens = 0.0
-        # Since the plans were made last, by rows and by requests.
+        # Since the plans were made last, by rows.
         self._adds: dict[float, float] = {}
-        self._lines: dict[int, tuple[Floats, Floats]] = {}
 
     def take_costs(self, costs: StepCosts) -> None:
         """Go by these costs from now on."""
@@ -123,7 +122,11 @@ class StepEstimates:
             seen.age(steps)
 
     def plans(
-        self, requests: int, candidates: Sequence[int], survival: Floats | None = None
+        self,
+        requests: int,
+        candidates: Sequence[int],
+        survival: Floats | None = None,
+        least_drafts: int = 0,
     ) -> dict[int, Plan]:
         """Return what a step with each candidate would be: windows that fit each request where that pays.
 
@@ -132,11 +135,11 @@ class StepEstimates:
             candidates: numbers of draft tokens.
             survival: float64 [running requests, longest chain], the chance that all drafts up to each are
                 accepted; None where requests do not differ.
+            least_drafts: drafts that every request is to verify.
 
         """
         assert self.times is not None
         self._adds.clear()
-        self._lines.clear()
         fits, self.fits = self.fits, False
         tokens, accepted = self.acceptance.tokens, self.tree_accepted()
         plans = {
@@ -149,8 +152,11 @@ class StepEstimates:
         share, gained = requests / len(survival), fitting.gains(survival)
         alike, fitted = {}, {}
         for k in chains:
-            alike[k] = fitting.whole(requests, k, exp(float(gained[:, :k].sum()) / len(gained)))
-            plan = fitting.fitted(gained, k, self._costs_of(requests, k, share))
+            # Some requests may have asked for fewer.
+            rows = len(gained) + np.count_nonzero(survival[:, :k])
+            tokens_each = exp(float(gained[:, :k].sum()) / len(gained))
+            alike[k] = Plan(share * rows, requests * tokens_each)
+            plan = fitting.fitted(gained, k, self._costs_of(requests, k, share), least_drafts)
             fitted[k] = Plan(share * plan.rows, share * plan.tokens, plan.least)
         cheapest, own = (min(self.cost(requests, k, plan[k]) for k in chains) for plan in (alike, fitted))
         self.fits = own < (1.0 - (fitting.KEEP if fits else fitting.BEGIN)) * cheapest
@@ -165,14 +171,14 @@ class StepEstimates:
     def _costs_of(self, requests: int, drafts: int, share: float) -> Callable[[Floats, Floats], Floats]:
         """Return the cost of a token by rows and tokens of ``1 / share`` times as many requests."""
         assert self.times is not None
-        places, seconds = self._line(requests)
-        adds = [self._added(rows) for rows in places.tolist()]
-        passes = self.times.costs.passes(requests, drafts)
+        whole, saved = self.times.step(requests, drafts), self.times.saved
+        places = [requests * (k + 1.0) for k in self._chains]
+        adds = [self._added(rows) for rows in places]
 
         def cost(rows: Floats, tokens: Floats) -> Floats:
             rows = share * rows
-            taken: Floats = np.interp(rows, places, seconds) + passes
-            return taken / (share * tokens) + np.interp(rows, places, adds)
+            seconds = whole - saved(requests, drafts, self._chains, rows)
+            return seconds / (share * tokens) + np.interp(rows, places, adds)
 
         return cost
 
@@ -186,21 +192,15 @@ class StepEstimates:
     def seconds(self, requests: int, drafts: int, plan: Plan) -> float:
         """Return the seconds of a step without prompts."""
         assert self.times is not None
-        return (
-            self.verifying(requests, drafts, plan.rows) if plan.least else self.times.step(requests, drafts)
-        )
+        seconds = self.times.step(requests, drafts)
+        if plan.rows < requests * (drafts + 1.0) - 0.5:
+            seconds -= self.saved(requests, drafts, plan.rows)
+        return seconds
 
-    def verifying(self, requests: int, drafts: int, rows: float) -> float:
-        """Return the seconds of a step that makes ``drafts`` for each request and verifies ``rows``."""
+    def saved(self, requests: int, drafts: int, rows: float) -> float:
+        """Return what a step saves in which all windows together have ``rows``."""
         assert self.times is not None
-        return float(np.interp(rows, *self._line(requests))) + self.times.costs.passes(requests, drafts)
-
-    def _line(self, requests: int) -> tuple[Floats, Floats]:
-        line = self._lines.get(requests)
-        if line is None:
-            assert self.times is not None
-            line = self._lines[requests] = self.times.by_rows(requests, self._chains)
-        return line
+        return float(self.times.saved(requests, drafts, self._chains, np.array(rows)))
 
     def _added(self, rows: float) -> float:
         """Return the seconds that prompts of late add to each token beside windows of so many rows."""

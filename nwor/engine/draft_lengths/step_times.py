@@ -149,6 +149,8 @@ class StepTimes:
         self._columns = {drafts: column for column, drafts in enumerate(costs.drafts)}
         self._places: dict[int, int] = {}
         self._measured: dict[tuple[int, int], float] = {}
+        # By requests: rows of windows, and seconds as measured without further passes of the drafter.
+        self._lines: dict[int, tuple[Floats, Floats]] = {}
 
     def place(self, requests: int) -> int:
         """Return which of the measured numbers of requests is nearest, by ratio."""
@@ -182,22 +184,33 @@ class StepTimes:
         measured = self._of(requests, drafts)
         return max(measured + self._rows[self.place(requests)].common, LEAST * measured)
 
-    def by_rows(self, requests: int, chains: Sequence[int]) -> tuple[Floats, Floats]:
-        """Return what steps of so many requests take by the rows of their windows, without further passes.
+    def saved(self, requests: int, drafts: int, chains: Sequence[int], rows: Floats) -> Floats:
+        """Return what steps save in which not every draft that is made is verified.
 
         Args:
             requests: of the step.
+            drafts: that are made for each.
             chains: the numbers of draft tokens that were measured as chains, ascending.
+            rows: float64 [steps], the rows of all windows of a step together.
 
         Returns:
-            float64 [numbers] twice: rows of all windows together, and seconds of a step that verifies them
-            and makes one draft token for each request. Between them lies a line.
+            float64 [steps], seconds, 0 or more: as measured, and less where whole steps turned out shorter.
 
         """
-        known = [k for k in chains if isfinite(self._of(requests, k))]
-        seconds = [self.step(requests, k) - self.costs.passes(requests, k) for k in known]
-        # More rows never take less time, whatever single numbers were seen to take.
-        return np.array([requests * (k + 1.0) for k in known]), np.maximum.accumulate(seconds)
+        line = self._lines.get(requests)
+        if not isfinite(self._of(requests, drafts)):
+            return np.zeros_like(rows)
+        if line is None:
+            known = [k for k in chains if isfinite(self._of(requests, k))]
+            passes = self.costs.passes
+            seconds = [self._of(requests, k) - passes(requests, k) for k in known]
+            places = np.array([requests * (k + 1.0) for k in known])
+            # More rows never take less time, whatever the passes of the drafter were measured to take.
+            line = self._lines[requests] = places, np.maximum.accumulate(seconds)
+        shorter = min(self.step(requests, drafts) / self._of(requests, drafts), 1.0)
+        whole = np.interp(requests * (drafts + 1.0), *line)
+        found: Floats = shorter * np.maximum(whole - np.interp(rows, *line), 0.0)
+        return found
 
     def is_in_doubt(self, requests: int, drafts: int) -> bool:
         """Return whether sums of late took far longer or shorter than expected, and too few to say why."""

@@ -131,6 +131,7 @@ class NworStatLogger(AggregateStatLoggerBase):
             self._estimate,
             self._without,
             self._auto,
+            self._least_gain,
             self._tree_nodes,
             self._tree_depth,
         ) = (
@@ -144,6 +145,11 @@ class NworStatLogger(AggregateStatLoggerBase):
                 ),
                 ("seconds_without_drafts", "Seconds since a step last made drafts; 0 while steps do.", ()),
                 ("draft_tokens_auto", "1 while the engine chooses the number of draft tokens.", ()),
+                (
+                    "draft_least_gain",
+                    "What a draft has to add to its request's window, relatively; 0 while windows are alike.",
+                    (),
+                ),
                 ("tree_nodes", "Draft tokens of a window that is a tree.", ()),
                 ("tree_depth", "Most draft tokens of such a window that can be accepted.", ()),
             )
@@ -208,6 +214,7 @@ class NworStatLogger(AggregateStatLoggerBase):
         self._child(self._chosen, *labels).set(drafting["chosen"])
         self._child(self._auto, *labels).set(drafting["auto"])
         self._child(self._without, *labels).set(drafting["seconds_without_drafts"])
+        self._child(self._least_gain, *labels).set(drafting["least_gain"])
         for position, chance in enumerate(drafting["acceptance"]):
             self._child(self._estimate, *labels, str(position)).set(chance)
 
