@@ -61,7 +61,7 @@ class NworWorkerMixin:
         state = self._nwor.state
         mode, state.mode = state.mode, Mode.STAGE
         try:
-            state.draft_costs = measure(self, bounds)
+            state.draft_costs = measure(self, bounds, state.config.fit_windows)
         except NoRoomError as error:
             state.draft_costs_why_not = str(error)
         finally:

@@ -63,7 +63,7 @@ class Fitted(Drawn):
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     with demo_engine.start(
         request.param,
-        {"mode": "off", "self_check_interval": 1, "draft_tokens": str(BOUNDS)},
+        {"mode": "off", "self_check_interval": 1, "draft_tokens": str(BOUNDS), "fit_windows": True},
         BOUNDS.most,
         schedule=BOUNDS.schedule,
         max_model_len=1024,

@@ -138,12 +138,13 @@ class _Requests:
         self._names = []
 
 
-def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
+def measure(worker: Any, bounds: DraftBounds, fits: bool = False) -> StepCosts:
     """Return what this engine's steps cost; every rank of it has to do so at the same time.
 
     Args:
         worker: vLLM's worker, on model runner V2, its graphs captured.
         bounds: the draft tokens to measure.
+        fits: whether windows may be fitted to requests, for which the time of a pass has to be known.
 
     Raises:
         NoRoomError: if a sequence or the cache has no room for a single request; on all ranks alike.
@@ -238,7 +239,8 @@ def measure(worker: Any, bounds: DraftBounds) -> StepCosts:
         for _ in range(TIMES):
             tables.append([windows(count) for count in counts])
             lines.append([prompts(size) for size in rows])
-            turns.append([passes(count) for count in counts])
+            if fits:
+                turns.append([passes(count) for count in counts])
         table = [
             with_shallow_trees(bounds, [min(cell) for cell in zip(*same, strict=True)])
             for same in zip(*tables, strict=True)
