@@ -101,7 +101,7 @@ class Load:
     """What clients send.
 
     Attributes:
-        clients: of a closed loop.
+        clients: of a closed loop, at most.
         texts: as :func:`chances_of` takes it.
         prompt: median of the prompts' tokens, log-normal (sigma 0.6).
         answer: median of the answers' (sigma 0.5).
@@ -221,13 +221,15 @@ class VirtualServer:
             self.scheduler: Any = make_scheduler(folder, setup, NworAsyncScheduler)
         number = "" if wanted == "auto" else wanted
         self.device = Device(self.scheduler, texts=load.texts, costs=believed or costs, wanted=number)
+        self.clients = load.clients
         self.numbers: dict[int, int] = {}
         self._new, self._count, self._tokens = random.Random(1), 0, 0
         self._ends: deque[float] = deque()
         self._free_at = 0.0
 
-    def run(self, seconds: float) -> float:
-        """Go on for so many seconds, and return the tokens of each."""
+    def run(self, seconds: float, clients: int | None = None) -> float:
+        """Go on for so many seconds with so many clients, and return the tokens of each."""
+        self.clients = min(self.clients if clients is None else clients, self.load.clients)
         with _virtual(self.clock):
             before, began = self._tokens, self.clock.now
             while self.clock.now < began + seconds:
@@ -235,7 +237,7 @@ class VirtualServer:
             return (self._tokens - before) / (self.clock.now - began)
 
     def _step(self) -> None:
-        while len(self.scheduler.requests) < self.load.clients:
+        while len(self.scheduler.requests) < self.clients:
             self._send()
         if self.device.under_way < AHEAD:
             output = self.device.make()
@@ -280,50 +282,63 @@ class VirtualServer:
         return seconds + (times.costs.beside(rows, prompt) if prompt else 0.0)
 
 
-def _measure(costs: StepCosts, load: Load, wanted: str, seconds: float, fits: bool) -> tuple[float, str]:
+def _measure(
+    costs: StepCosts, load: Load, clients: Sequence[int], wanted: str, args: argparse.Namespace
+) -> tuple[list[float], str]:
+    """Return the tokens/s of each phase, and the shares of the numbers of draft tokens."""
     with tempfile.TemporaryDirectory(prefix="nwor-virtual-") as folder:
-        server = VirtualServer(Path(folder), costs, load, wanted, fits=fits)
-        server.run(seconds / 2)
+        number = "auto" if wanted == "fitted" else wanted
+        server = VirtualServer(Path(folder), costs, load, number, fits=wanted == "fitted")
+        for count in clients:
+            server.run(args.warm, count)
         server.numbers.clear()
-        rate = server.run(seconds)
+        rates = [server.run(args.seconds, count) for _ in range(args.times) for count in clients]
         steps = sum(server.numbers.values())
         shares = ", ".join(f"{k}: {count / steps:.0%}" for k, count in sorted(server.numbers.items()))
-        return rate, shares
+        return rates, shares
 
 
 def main(argv: Sequence[str]) -> int:
     """Print tokens/s of each number, and those of what is chosen beside the best."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--costs", default="h200-8b", help="a file of the folder costs, without .json")
-    parser.add_argument("--clients", default="16,64,128,256")
+    parser.add_argument("--clients", default="16,64,128,256", help="8-64: by turns so many")
     parser.add_argument("--texts", default="heads,half", help="heads, 0.6, half, wide, bursty")
     parser.add_argument("--numbers", default="0,1,2,4,auto,fitted", help="fitted: auto with fitted windows")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of virtual time")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of virtual time, for each phase")
+    parser.add_argument("--warm", type=float, default=8.0, help="seconds before, likewise")
+    parser.add_argument("--times", type=int, default=1, help="that the phases come one after the other")
     parser.add_argument("--lengths", default="512/256")
     args = parser.parse_args(argv)
     costs = read_costs(args.costs)
     prompt, answer = map(int, args.lengths.split("/"))
     found: dict[str, list[float]] = {}
     for texts in args.texts.split(","):
-        for clients in map(int, args.clients.split(",")):
-            load = Load(clients, texts, prompt, answer)
-            rates = {}
+        for phases in args.clients.split(","):
+            clients = [int(count) for count in phases.split("-")]
+            load = Load(max(clients), texts, prompt, answer)
+            rates: dict[str, list[float]] = {}
             for number in args.numbers.split(","):
-                wanted = "auto" if number == "fitted" else number
-                rates[number], shares = _measure(costs, load, wanted, args.seconds, number == "fitted")
+                rates[number], shares = _measure(costs, load, clients, number, args)
                 if not number.isdecimal():
-                    print(f"  {texts} {clients} {number}: {shares}", flush=True)
-            best = max(rate for number, rate in rates.items() if number.isdecimal())
-            said = "  ".join(f"{number} {rate:.0f}" for number, rate in rates.items())
-            chosen = [number for number in rates if not number.isdecimal()]
-            for number in chosen:
-                found.setdefault(number, []).append(rates[number] / best)
-            ratios = "  ".join(f"{number} / best {rates[number] / best:.3f}" for number in chosen)
-            print(f"{texts} {clients}: {said}  {ratios}", flush=True)
-    for number, ratios in found.items():
+                    print(f"  {texts} {phases} {number}: {shares}", flush=True)
+            fixed = [rate for number, rate in rates.items() if number.isdecimal()]
+            # The best number of each phase: more than any one number gives where loads change.
+            best = statistics.fmean(max(same) for same in zip(*fixed, strict=True))
+            said = "  ".join(f"{number} {statistics.fmean(rate):.0f}" for number, rate in rates.items())
+            ratios = {
+                number: statistics.fmean(rate) / best
+                for number, rate in rates.items()
+                if not number.isdecimal()
+            }
+            for number, ratio in ratios.items():
+                found.setdefault(number, []).append(ratio)
+            told = "  ".join(f"{number} / best {ratio:.3f}" for number, ratio in ratios.items())
+            print(f"{texts} {phases}: {said}  {told}", flush=True)
+    for number, all_ratios in found.items():
         print(
-            f"{number} / best: geometric mean {statistics.geometric_mean(ratios):.3f}, "
-            f"least {min(ratios):.3f}"
+            f"{number} / best: geometric mean {statistics.geometric_mean(all_ratios):.3f}, "
+            f"least {min(all_ratios):.3f}"
         )
     return 0
 

@@ -38,6 +38,22 @@ def test_where_requests_are_alike_the_best_number_is_chosen(tmp_path: Path, text
     assert _rate(tmp_path, load, "auto", fits=True) == pytest.approx(chosen, rel=0.01)
 
 
+def test_a_load_that_changes_is_followed_within_a_second(tmp_path: Path) -> None:
+    server = VirtualServer(tmp_path, COSTS, Load(64, "heads", 160, 200), "auto")
+    for clients in (2, 64):
+        server.run(6.0, clients)
+    # With few clients rows are nearly free, with many each takes its time.
+    for clients, wanted in ((2, {3, 4, 6}), (64, {1, 2}), (2, {3, 4, 6}), (64, {1, 2})):
+        while clients < len(server.scheduler.requests):
+            server.run(0.1, clients)
+        server.run(1.0, clients)
+        server.numbers.clear()
+        server.run(2.0)
+        most = max(server.numbers, key=server.numbers.__getitem__)
+        assert most in wanted, clients
+        assert server.numbers[most] > 0.7 * sum(server.numbers.values())
+
+
 def test_where_half_of_the_requests_are_hard_fitted_windows_serve_more(tmp_path: Path) -> None:
     load = Load(16, "half", 160, 200)
     best = max(_rate(tmp_path, load, number, 16.0) for number in "23")
