@@ -432,17 +432,59 @@ def serving_trees() -> str:
     return _table(*heads, "first token, ms", rows=rows)
 
 
+#: Kinds of cells in which prompts join.
+MIXED: tuple[tuple[str, Callable[[int], bool]], ...] = (
+    ("no prompts", lambda prompt: not prompt),
+    ("64 and 128 tokens", lambda prompt: 0 < prompt <= 128),
+    ("512 and 1024", lambda prompt: 128 < prompt <= 1024),
+    ("2048 and longer", lambda prompt: prompt > 1024),
+)
+
+
+def _mixed_engines() -> list[tuple[str, dict[str, Any]]]:
+    document = json.loads((HERE / "serving" / "results" / "h100-mixed.json").read_text("utf-8"))
+    return [
+        (
+            f"{one['shape'].upper()}, {'bf16' if one['cache'] == 'auto' else one['cache']} cache",
+            one,
+        )
+        for one in document["engines"]
+    ]
+
+
+def mixed_parts() -> str:
+    """What a step takes while prompts join, and how much of it the host does not wait for the device."""
+    rows = []
+    for name, engine_ in _mixed_engines():
+        for what, belongs in MIXED:
+            cells = [cell["blocks"] for cell in engine_["cells"] if belongs(cell["prompt"])]
+            if not cells:
+                continue
+
+            def sides(value: Callable[[dict[str, Any]], float], cells: Any = cells) -> str:
+                means = (
+                    statistics.fmean(statistics.median(map(value, blocks[mode])) for blocks in cells)
+                    for mode in ("off", "stage")
+                )
+                return " → ".join(f"{mean:.1f}" for mean in means)
+
+            rows.append(
+                [
+                    name,
+                    what,
+                    sides(lambda block: block["typical"]),
+                    sides(lambda block: block["host"]),
+                ]
+            )
+    heads = ("engine", "prompts", "a step, ms", "the host's work in it, ms")
+    return _table(*heads, rows=rows)
+
+
 def mixed() -> str:
     """Steps while prompts join: geometric means by engine and by prompts."""
-    document = json.loads((HERE / "serving" / "results" / "h100-mixed.json").read_text("utf-8"))
-    kinds: tuple[tuple[str, Callable[[int], bool]], ...] = (
-        ("no prompts", lambda prompt: not prompt),
-        ("64 and 128 tokens", lambda prompt: 0 < prompt <= 128),
-        ("512 and 1024", lambda prompt: 128 < prompt <= 1024),
-        ("2048 and longer", lambda prompt: prompt > 1024),
-    )
+    kinds = MIXED
     rows = []
-    for engine_ in document["engines"]:
+    for name, engine_ in _mixed_engines():
         found = {
             (cell["requests"], cell["prompt"]): mixed_cells.geometric_mean(
                 mixed_cells.ratios(cell["blocks"], "off", "stage", "typical")
@@ -450,8 +492,7 @@ def mixed() -> str:
             for cell in engine_["cells"]
         }
         low = min(found, key=found.__getitem__)
-        cache = "bf16" if engine_["cache"] == "auto" else engine_["cache"]
-        row = [f"{engine_['shape'].upper()}, {cache} cache", str(len(found))]
+        row = [name, str(len(found))]
         for _, belongs in kinds:
             some = [ratio for (_, prompt), ratio in found.items() if belongs(prompt)]
             row.append(f"{mixed_cells.geometric_mean(some):.3f}" if some else "-")
@@ -491,6 +532,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving-auto-acceptance": serving_auto_acceptance,
     "serving-trees": serving_trees,
     "mixed": mixed,
+    "mixed-parts": mixed_parts,
 }
 
 
