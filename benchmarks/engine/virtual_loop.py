@@ -17,7 +17,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
 
 from benchmarks.engine.scheduler_rig import Drive, Setup, make_request, make_scheduler
 from benchmarks.serving import models
@@ -144,13 +145,11 @@ class Device(Drive):
     """Answers steps as a rank in mode ``stage`` does, with records of their windows.
 
     Attributes:
-        texts: kinds of requests.
         costs: what the rank measured when it started.
         wanted: draft tokens asked for: a number, bounds, or empty for what the engine was started with.
 
     """
 
-    texts: str = "heads"
     costs: StepCosts | None = None
     wanted: str = ""
     chances: dict[str, Chances] = field(default_factory=dict)
@@ -170,8 +169,7 @@ class Device(Drive):
             while accepted < count and self._draws.random() < chance(accepted):
                 accepted += 1
             tokens.append([2] * (accepted + 1))
-        result = super().answer(output)
-        result.sampled_token_ids = tokens
+        result = ModelRunnerOutput(names, {name: row for row, name in enumerate(names)}, tokens)
         if any(drafts):
             self._windows += sum(map(bool, drafts))
             sampled = np.array([len(some) for some in tokens], np.int32).tobytes()
@@ -220,9 +218,9 @@ class VirtualServer:
         with _virtual(self.clock):
             self.scheduler: Any = make_scheduler(folder, setup, NworAsyncScheduler)
         number = "" if wanted == "auto" else wanted
-        self.device = Device(self.scheduler, texts=load.texts, costs=believed or costs, wanted=number)
+        self.device = Device(self.scheduler, costs=believed or costs, wanted=number)
         self.clients = load.clients
-        self.numbers: dict[int, int] = {}
+        self.numbers: Counter[int] = Counter()
         self._new, self._count, self._tokens = random.Random(1), 0, 0
         self._ends: deque[float] = deque()
         self._free_at = 0.0
@@ -244,9 +242,7 @@ class VirtualServer:
             self._free_at = max(self._free_at, self.clock.now) + self._seconds(output)
             self._ends.append(self._free_at)
             if output.total_num_scheduled_tokens:
-                self.numbers[output.num_spec_tokens_to_schedule] = (
-                    self.numbers.get(output.num_spec_tokens_to_schedule, 0) + 1
-                )
+                self.numbers[output.num_spec_tokens_to_schedule] += 1
                 if self.device.under_way < AHEAD:
                     return
         self.clock.now = max(self.clock.now, self._ends.popleft())

@@ -11,13 +11,13 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from nwor.config import DraftBounds
 from nwor.engine.scheduler import NworScheduling
 from tests.engine import engines
 from tests.engine.runner import V2, sized
+from tests.fitted_drafts import DrawnFits
 
 pytestmark = pytest.mark.engine
 
@@ -74,16 +74,11 @@ class Fitted(Drawn):
 
     def __init__(self, seed: int, scheduler: NworScheduling) -> None:
         super().__init__(seed)
-        self._bounds, self._chances = scheduler._nwor_bounds, np.random.default_rng(seed)
-        self.lengths: set[int] = set()
+        self.fits = DrawnFits(scheduler._nwor_bounds, BOUNDS.most, seed)
 
     def __getitem__(self, requests: int) -> int:
         made = super().__getitem__(requests)
-        names = self._bounds._running()
-        survival = np.cumprod(self._chances.random((len(names), BOUNDS.most)), axis=1)
-        self._bounds._looked = names, survival
-        self._bounds.fit(self._random.choice([0.0, 0.1, 0.3, 0.5]), made)
-        self.lengths |= self._bounds.lengths().keys()
+        self.fits.draw(made)
         return made
 
 
@@ -149,9 +144,9 @@ def test_tokens_do_not_depend_on_which_drafts_fit(engine: Any, expected: list[li
     try:
         assert _run(engine, mode, numbers) == expected
     finally:
-        scheduler._nwor_bounds.fit(0.0, 0)
+        numbers.fits.end()
     assert scheduler._nwor_bounds.active == {}
-    assert numbers.lengths >= {0, 1, 2}
+    assert numbers.fits.lengths >= {0, 1, 2}
     report = engine.collective_rpc("nwor_report")[0]
     assert report["fault"] is None
     assert scheduler._nwor_logged == set()

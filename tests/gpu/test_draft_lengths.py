@@ -12,12 +12,12 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from nwor.config import DraftBounds
 from nwor.engine.draft_lengths.lookup import DraftLengths
+from tests.fitted_drafts import DrawnFits
 from tests.gpu import demo_engine, near_ties
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -45,17 +45,12 @@ class Fitted(Drawn):
 
     def __init__(self, seed: int, bounds: Any) -> None:
         super().__init__(seed)
-        self._bounds, self._chances = bounds, np.random.default_rng(seed)
-        self.lengths: set[int] = set()
+        self.fits = DrawnFits(bounds, BOUNDS.most, seed)
 
     def __getitem__(self, requests: int) -> int:
         made = super().__getitem__(requests)
         if len(self.made) % 4 == 0:
-            names = self._bounds._running()
-            survival = np.cumprod(self._chances.random((len(names), BOUNDS.most)), axis=1)
-            self._bounds._looked = names, survival
-            self._bounds.fit(self._random.choice([0.0, 0.1, 0.3, 0.5]), made)
-            self.lengths |= self._bounds.lengths().keys()
+            self.fits.draw(made)
         return made
 
 
@@ -144,8 +139,8 @@ def test_drawn_numbers(engine: Any, monkeypatch: pytest.MonkeyPatch, fitted: boo
     assert difference <= (4.0 if fp8 else near_ties.MOST_DIFFERENCE)
     assert scheduler._nwor_logged == set()
     if isinstance(numbers, Fitted):
-        scheduler._nwor_bounds.fit(0.0, 0)
-        assert numbers.lengths >= {0, 1, 2}
+        numbers.fits.end()
+        assert numbers.fits.lengths >= {0, 1, 2}
 
 
 def test_every_verify_step_replays_a_graph(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

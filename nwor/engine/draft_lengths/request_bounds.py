@@ -333,8 +333,8 @@ class BoundedDrafts(Scheduler):
         config = NworConfig.from_additional_config(self.vllm_config.additional_config)
         self._nwor_watches = config is not None and config.draft_tokens is not None
         self._nwor_tree = None if config is None else config.tree
-        longest = 0
-        if config is not None and config.draft_tokens is not None:
+        longest = 0  # of no chain anything is estimated that nobody asks for
+        if config is not None and config.draft_tokens is not None and config.fit_windows:
             longest = config.draft_tokens.most if self._nwor_tree is None else self._nwor_tree.depth
         self._nwor_bounds = RequestBounds(self._nwor_watches, longest, self._nwor_running)
         self._nwor_processors = self._nwor_tree is not None and bool(
