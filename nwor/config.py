@@ -140,6 +140,8 @@ class NworConfig:
         fast_host: spare the host work of vLLM's own whose outcome is known beforehand, in every mode.
         fast_sampling: find the most likely tokens with NWOR's own kernels, on model runner V2 on CUDA, in
             every mode.
+        fast_drafting: run what an EAGLE drafter needs of each request's last row alone for no other row, on
+            model runner V2, in every mode.
         grammar_seconds: what compiling one grammar may take; 0 has no limit, and vLLM's own compiler.
         draft_tokens: the engine chooses each step's number of draft tokens within these bounds; None where
             vLLM's own settings fix it.
@@ -162,6 +164,7 @@ class NworConfig:
     mixed_graph_rows: int = 2048
     fast_host: bool = True
     fast_sampling: bool = True
+    fast_drafting: bool = True
     grammar_seconds: int = 20
     draft_tokens: DraftBounds | None = None
     fit_windows: bool = False
@@ -221,7 +224,7 @@ class NworConfig:
         for name in _COUNTS:
             if name in settings:
                 values[name] = _parse_int(name, settings[name])
-        for name in ("fast_host", "fast_sampling", "fit_windows", "tree_required"):
+        for name in ("fast_host", "fast_sampling", "fast_drafting", "fit_windows", "tree_required"):
             if name in settings:
                 values[name] = _parse_bool(name, settings[name])
         if settings.get("draft_tokens") is not None:
@@ -270,6 +273,7 @@ class NworConfig:
             "mixed_graph_rows": self.mixed_graph_rows,
             "fast_host": self.fast_host,
             "fast_sampling": self.fast_sampling,
+            "fast_drafting": self.fast_drafting,
             "grammar_seconds": self.grammar_seconds,
             "draft_tokens": None if self.draft_tokens is None else str(self.draft_tokens),
             "fit_windows": self.fit_windows,

@@ -11,6 +11,7 @@ from nwor.config import NworConfig
 FAST_PATHS = {
     "fast_host": ("scheduler", "scheduler_steps", "inputs", "launches"),
     "fast_sampling": ("drafting", "verifying"),
+    "fast_drafting": ("first_pass",),
 }
 
 #: What is said of a path that nobody has spoken for.

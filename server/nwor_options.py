@@ -27,6 +27,7 @@ _SETTINGS = {
     "nwor_attention_backends": "attention_backends",
     "no_fast_host": "fast_host",
     "no_fast_sampling": "fast_sampling",
+    "no_fast_drafting": "fast_drafting",
     "max_grammar_seconds": "grammar_seconds",
     "draft_vocabulary": "draft_vocabulary",
     "fit_windows": "fit_windows",
@@ -85,6 +86,12 @@ def add_nwor_options(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=False,
         help="In every mode: find the most likely tokens with vLLM's own kernels.",
+    )
+    group.add_argument(
+        "--no-fast-drafting",
+        action="store_const",
+        const=False,
+        help="In every mode: run the drafter's first pass for all rows of a step, as vLLM does.",
     )
     group.add_argument(
         "--max-grammar-seconds",

@@ -30,6 +30,10 @@ SETTLE = 4
 _JOINS = "join-"
 
 
+def _values(settings: list[str]) -> dict[str, Any]:
+    return {name: json.loads(value) for name, value in (one.split("=", 1) for one in settings)}
+
+
 class Rig:
     """The engine and the requests on it.
 
@@ -61,8 +65,9 @@ class Rig:
             from nwor.engine.plugin import register
 
             register()
-            extra["additional_config"] = {"nwor": {"mode": self.modes[0], "modes": self.modes}}
-        extra |= {name: json.loads(value) for name, value in (one.split("=", 1) for one in args.engine)}
+            settings = {"mode": self.modes[0], "modes": self.modes, **_values(args.nwor)}
+            extra["additional_config"] = {"nwor": settings}
+        extra |= _values(args.engine)
         began = time.perf_counter()
         self.llm = LLM(
             str(target),
@@ -274,6 +279,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("--cache-gib", "--until"):
         parser.add_argument(name, type=float, required=True)
     parser.add_argument("--engine", action="append", default=[])
+    parser.add_argument("--nwor", action="append", default=[])
     args = parser.parse_args(argv)
     args.cells = mixed_cells.parse(args.cells, args.every)
     args.profile = mixed_cells.parse(args.profile, args.every) if args.profile else []
@@ -293,6 +299,7 @@ def main(argv: list[str]) -> int:
         record |= results.machine()
         rig = Rig(args)
         record["engine"] = rig.start()
+        record["engine"]["settings"] = [*args.engine, *args.nwor]
         print(f"{args.shape} {args.cache_dtype}: up after {record['engine']['start_s']:.0f} s", flush=True)
         if record["engine"]["unsupported"]:
             raise RuntimeError(f"NWOR stages nothing on this engine: {record['engine']['unsupported']}")

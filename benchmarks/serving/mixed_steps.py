@@ -43,6 +43,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-len", type=int, default=20480)
     parser.add_argument("--profile", default="", help="cells to profile at the end, as 16x128,64x512")
     parser.add_argument("--engine", action="append", default=[], help="vLLM setting, as enforce_eager=true")
+    parser.add_argument("--nwor", action="append", default=[], help="setting of NWOR, as fast_drafting=false")
     return parser.parse_args(argv)
 
 
@@ -66,6 +67,7 @@ def run(args: argparse.Namespace, engine: str, until: float) -> dict[str, Any]:
             command += [f"--{name}", str(getattr(args, name))]
         command += ["--max-len", str(args.max_len), "--cache-gib", str(args.cache_gib)]
         command += [f"--engine={one}" for one in args.engine]
+        command += [f"--nwor={one}" for one in args.nwor]
         log = args.out.with_suffix(f".{shape}{'-' + cache if cache else ''}.log")
         with log.open("wb") as errors:
             subprocess.run(command, cwd=ROOT, stderr=errors, check=False)

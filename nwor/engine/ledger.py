@@ -281,8 +281,8 @@ SERVER_FAULT_LEDGER = (
     ),
 )
 
-#: What `fast_host` and `fast_sampling` exchange in the worker process of an engine that asked for NWOR; see
-#: the modules named.
+#: What `fast_host`, `fast_sampling` and `fast_drafting` exchange in the worker process of an engine that
+#: asked for NWOR; see the modules named.
 FAST_PATH_LEDGER = (
     Patch(
         target="vllm.v1.worker.gpu.model_runner.async_tensor_h2d",
@@ -314,6 +314,28 @@ FAST_PATH_LEDGER = (
         "nwor.argmax_rows and one small kernel; only where what it stands for has the known sources",
         removal="when vLLM has a way of its own for greedy batches",
         where="nwor.engine.fastpath.greedy_sampling",
+    ),
+    Patch(
+        target=f"{_PASSES}._prefill",
+        why="the drafter's first pass runs all of its model for rows whose keys and values alone are read",
+        how="fastpath.first_pass: on the speculator alone, runs the model up to its last layer's keys and "
+        "values, then the original for one row of each request; only where the sources are the known ones",
+        removal="when vLLM runs a drafter's layers behind the last attention for last rows alone",
+        where="nwor.engine.fastpath.first_pass",
+    ),
+    Patch(
+        target=f"{_PASSES}._run_model",
+        why="the second part runs the model for last rows, and `_prefill` runs it for all",
+        how="fastpath.first_pass: on the speculator alone, within a call of the original `_prefill`",
+        removal="with the entry before",
+        where="nwor.engine.fastpath.first_pass",
+    ),
+    Patch(
+        target=f"{_PASSES}.capture",
+        why="pieces that are captured have to be all, and no argument of `_prefill` says that it is captured",
+        how="fastpath.first_pass: on the speculator alone, notes that the original runs",
+        removal="with the entry before",
+        where="nwor.engine.fastpath.first_pass",
     ),
 )
 

@@ -22,6 +22,7 @@ FILES = {
     "modes": "exactness_cpu switches_cpu mixed_steps_cpu adaptive_cpu",
     "faults": "faults_cpu isolation_cpu greedy_rejection_cpu unit/triton_attn_interpreted",
     "features": "features_cpu",
+    "drafter": "first_pass_cpu",
     "trees": "unit/tree_kernels unit/tree_sampling trees_cpu tree_choice_cpu",
     "processes": "pipeline_parallel tensor_parallel_cpu trees_tensor_parallel",
 }

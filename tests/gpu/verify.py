@@ -90,6 +90,7 @@ def checks(racecheck: Path | None = None) -> list[Step]:
         _pytest("features", f"{tests}/test_features.py"),
         _pytest("mixed", f"{tests}/test_mixed_steps.py"),
         _pytest("mixed-graphs", f"{tests}/test_mixed_graphs.py"),
+        _pytest("first-pass", f"{tests}/test_first_pass.py"),
         _pytest("capture-errors", f"{tests}/test_capture_errors.py"),
         _pytest("draft-lengths", f"{tests}/test_draft_lengths.py"),
         _pytest("trees", f"{tests}/test_trees.py"),

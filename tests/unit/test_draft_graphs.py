@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from nwor.config import DraftBounds
+from nwor.engine.cuda_graphs import draft
 from nwor.engine.cuda_graphs.draft import (
     NworDraftGraphManager,
     NworDraftPassesManager,
@@ -55,7 +56,8 @@ class Speculator(TargetDependentARSpeculator):
     load_draft_model = None  # type: ignore[assignment]
 
     def _run_model(self, num_tokens: int, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        split = self.layer.impl.nwor_draft
+        told = self.layer.impl.nwor_draft
+        split = told and told.split
         seen = None if split is None else (split.num_tokens, split.rest_starts.tolist())
         self.runs.append((num_tokens, seen))
         return torch.full((num_tokens, 2), float(num_tokens)), torch.full((num_tokens, 2), -float(num_tokens))
@@ -91,6 +93,32 @@ def manager(monkeypatch: pytest.MonkeyPatch, layer: Any) -> Any:
     assert layer.impl.nwor_draft is None
     assert "_run_model" not in vars(speculator)
     return made
+
+
+class FirstPass:
+    """Stands in for the pass in two parts: what is asked of it."""
+
+    def __init__(self, speculator: Any) -> None:
+        self.stock = speculator._prefill
+        self.written: list[Any] = []
+        self.last: list[int] = []
+
+    def rows(self, num_tokens: int, *_: Any, split: Any) -> None:
+        self.written.append((num_tokens, split.rest_starts.tolist(), split.num_tokens))
+
+    def last_rows(self, num_reqs: int, *_: Any) -> None:
+        self.last.append(num_reqs)
+
+
+@pytest.fixture
+def parted(manager: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A manager whose passes of 24 rows and more are in two parts."""
+    monkeypatch.setattr(draft, "LEAST_ROWS", 24)
+    manager._first_pass = FirstPass(manager._speculator)
+    del manager._speculator.runs[:], manager._speculator.heads[:]
+    manager.graphs = {}
+    manager.capture(manager._speculator._prefill, None, SimpleNamespace(query_start_loc=torch.arange(40)))
+    return manager
 
 
 def choose(
@@ -179,6 +207,75 @@ def test_a_step_that_makes_no_drafts_runs_no_head(monkeypatch: pytest.MonkeyPatc
     manager.run_fullgraph(desc)
     assert order == [desc]
     assert manager._speculator.heads == []
+
+
+ALONE = [desc for desc in MIXED if not desc.num_active_loras]
+
+
+def test_graphs_of_many_rows_end_with_keys_and_values(parted: Any) -> None:
+    few = [desc for desc in ALONE if desc.num_tokens < 24]
+    assert few
+    assert set(parted.mixed_graphs) == set(few)
+    assert set(parted.written_graphs) == set(ALONE)
+    own = [(desc.num_tokens, list(range(desc.num_reqs + 1)), desc.num_tokens) for desc in ALONE]
+    assert parted._first_pass.written == own
+    assert [desc.num_reqs for desc in parted.request_graphs] == [4, 2, 1]
+    assert [desc.num_reqs for desc in parted.last_row_graphs] == parted._first_pass.last == [4, 2, 1]
+    # Only the largest of those that keep hidden states has room for them.
+    assert len(parted._states[0]) == max(desc.num_tokens for desc in few)
+
+
+@pytest.mark.parametrize("drafts", [None, 2, 0])
+@pytest.mark.parametrize("rows", [16, 24, 32])
+def test_what_is_replayed_by_rows_and_drafts(
+    monkeypatch: pytest.MonkeyPatch, parted: Any, rows: int, drafts: int | None
+) -> None:
+    replayed: list[Any] = []
+    monkeypatch.setattr(
+        CudaGraphManager, "run_fullgraph", lambda self, desc: replayed.append(self.graphs[desc])
+    )
+    target = next(desc for desc in ALONE if desc.num_tokens == rows)
+    parted.mixed.next_drafts = drafts
+    desc = choose(monkeypatch, parted, PIECES, target, rows, 3)
+    parted.run_fullgraph(desc)
+    (four,) = (one for one in parted.last_row_graphs if one.num_reqs == 4)
+    whole, heads = parted.mixed_graphs, parted.request_graphs
+    if drafts == 0:
+        assert replayed == [parted.written_graphs[desc]]
+    elif rows < 24:
+        assert replayed == [whole[desc], heads[four]]
+    else:
+        assert replayed == [parted.written_graphs[desc], parted.last_row_graphs[four]]
+
+
+@pytest.mark.parametrize(("rows", "graph"), [(1, 8), (8, 8), (9, 16), (20, 24), (32, 32), (33, None)])
+def test_steps_without_drafts_have_a_graph_by_rows_whatever_the_target_ran_in(
+    monkeypatch: pytest.MonkeyPatch, parted: Any, rows: int, graph: int | None
+) -> None:
+    parted.mixed.next_drafts = 0
+    desc = choose(monkeypatch, parted, UNIFORM, None, rows, rows)
+    if graph is None:
+        assert desc is UNIFORM
+        return
+    assert desc.num_tokens == graph
+    replayed: list[Any] = []
+    monkeypatch.setattr(
+        CudaGraphManager, "run_fullgraph", lambda self, desc: replayed.append(self.graphs[desc])
+    )
+    assert parted.run_fullgraph(desc) is None
+    assert replayed == [parted.written_graphs[desc]]
+    # Of any other step the target's graph says it.
+    parted.mixed.next_drafts = 1
+    assert choose(monkeypatch, parted, UNIFORM, None, rows, rows) is UNIFORM
+
+
+def test_more_requests_than_any_graph_takes_are_drafted_for_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch, parted: Any
+) -> None:
+    target = next(desc for desc in ALONE if desc.num_tokens == 32)
+    assert choose(monkeypatch, parted, PIECES, target, 32, 5) is PIECES
+    parted.mixed.next_drafts = 0
+    assert choose(monkeypatch, parted, PIECES, target, 32, 5) in parted.written_graphs
 
 
 @pytest.mark.parametrize("most", [1, 3, 20, 100, 1024])

@@ -132,12 +132,13 @@ def test_the_scheduler_tells_what_it_leaves_to_vllm(tmp_path: Any, monkeypatch: 
 
 
 def test_the_gpu_runner_notes_what_it_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nwor.engine.model_runner import v2 as runner_v2
     from nwor.engine.model_runner import v2_gpu as runner_v2_gpu
 
     runner: Any = object.__new__(runner_v2_gpu.NworGPUModelRunnerV2)
     runner.nwor = SimpleNamespace(state=WorkerState(NworConfig(), Mode.OFF))
     runner.cudagraph_manager, runner.speculator, runner.rejection_sampler = object(), object(), object()
-    runner.max_num_reqs, runner.device = 4, torch.device("cpu")
+    runner.max_num_reqs, runner.device, runner.vllm_config = 4, torch.device("cpu"), object()
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(NworRunner, "initialize_kv_cache", lambda *args, **kwargs: None)
     monkeypatch.setattr(
@@ -146,9 +147,21 @@ def test_the_gpu_runner_notes_what_it_put_in_place(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runner, "_nwor_mixed_descs", list)
     monkeypatch.setattr(runner, "_nwor_isolate_objects", lambda: None)
     monkeypatch.setattr(worker_paths, "apply", lambda *args: asked.append(args) or {"launches": None})
+    made, answers = object(), ["the drafter takes embeddings", None]
+    parts = SimpleNamespace(why_not=lambda *args: asked.append(args) or answers.pop(0))
+    first_pass = type("FirstPass", (), {"why_not": parts.why_not, "__new__": lambda cls, *_: made})
+    monkeypatch.setattr(runner_v2, "FirstPass", first_pass)
+    monkeypatch.setattr(runner_v2, "draft_layers", lambda _: ["layer"])
     runner.initialize_kv_cache(None, is_profiling=True)
     assert asked == []
     runner.initialize_kv_cache(None)
     state = runner.nwor.state
-    assert asked == [(state.config, runner.speculator, runner.rejection_sampler, 4, runner.device)]
-    assert state.report()["fast_paths"]["fast_host"]["active"] == ["launches"]
+    drafter = runner.speculator, ["layer"], runner.vllm_config
+    assert asked == [drafter, (state.config, runner.speculator, runner.rejection_sampler, 4, runner.device)]
+    said = state.report()["fast_paths"]
+    assert said["fast_host"]["active"] == ["launches"]
+    assert said["fast_drafting"]["inactive"] == {"first_pass": "the drafter takes embeddings"}
+    assert runner._nwor_first_pass is None
+    runner.initialize_kv_cache(None)
+    assert state.report()["fast_paths"]["fast_drafting"]["active"] == ["first_pass"]
+    assert runner._nwor_first_pass is made

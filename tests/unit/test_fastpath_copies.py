@@ -14,6 +14,7 @@ from nwor import doctor
 from nwor.engine import plugin
 from nwor.engine.fastpath import (
     copies,
+    first_pass,
     greedy_sampling,
     h2d_cache,
     kv_cache_manager,
@@ -34,6 +35,7 @@ TABLES = {
     "INPUTS": (h2d_cache.INPUTS, {"inputs"}),
     "DRAFTING": (greedy_sampling.DRAFTING, {"drafting"}),
     "VERIFYING": (greedy_sampling.VERIFYING, {"verifying"}),
+    "FIRST_PASS": (first_pass.FIRST_PASS, {"first_pass"}),
 }
 
 

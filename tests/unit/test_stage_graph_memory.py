@@ -56,7 +56,9 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = object.__new__(NworGPUModelRunnerV2)
     made.vllm_config = SimpleNamespace(compilation_config="settings")
     made.model_config = SimpleNamespace(dtype=torch.bfloat16)
-    config = SimpleNamespace(modes=(Mode.OFF, Mode.STAGE), mixed_graph_rows=0, draft_tokens=None)
+    config = SimpleNamespace(
+        modes=(Mode.OFF, Mode.STAGE), mixed_graph_rows=0, draft_tokens=None, fast_drafting=False
+    )
     made.nwor = SimpleNamespace(state=SimpleNamespace(config=config), longest_window=5, most_window_rows=640)
     made.cudagraph_manager = SimpleNamespace(
         _capture_descs={CUDAGraphMode.FULL: FULL, CUDAGraphMode.PIECEWISE: [_desc(40, 8, 5)]},
@@ -106,6 +108,10 @@ def test_what_graphs_of_mixed_steps_keep_comes_on_top(
     runner.speculator, runner.max_num_reqs = SimpleNamespace(prefill_cudagraph_manager=object()), 4
     runner.model_config.get_hidden_size = lambda: 128
     expected += 2 * sizes[0] * 128 * 2 + (len(sizes) + 3) * LEAST_GRAPH_BYTES
+    assert runner.profile_cudagraph_memory() == expected
+    # Of a first pass in two parts there are as many once more.
+    runner.nwor.state.config.fast_drafting = True
+    expected += (len(sizes) + 3) * LEAST_GRAPH_BYTES
     assert runner.profile_cudagraph_memory() == expected
 
 

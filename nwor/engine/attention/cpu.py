@@ -19,9 +19,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from nwor.engine.attention.cpu_layout import PACKED, UNPACKED, cache_views
+from nwor.engine.attention.draft_pass import DraftPass
 from nwor.engine.attention.draft_window import DraftWindow
 from nwor.engine.attention.layer_context import LayerContext
-from nwor.engine.attention.step_metadata import without_first
+from nwor.engine.attention.step_metadata import last_rows, without_first
 
 
 @dataclass
@@ -79,6 +80,12 @@ class NworCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         """Build stock metadata for the batch without its leading part."""
         return super().build(0, without_first(common, requests, tokens))
 
+    def build_last_rows(
+        self, common: CommonAttentionMetadata, starts: torch.Tensor, seq_lens: torch.Tensor
+    ) -> CPUAttentionMetadata:
+        """Build stock metadata for one row of each request."""
+        return super().build(0, last_rows(common, starts, seq_lens))
+
 
 class NworCPUAttentionImpl(CPUAttentionBackendImpl):
     """Stock attention of a layer, except for the rows of a window that is being staged."""
@@ -86,6 +93,8 @@ class NworCPUAttentionImpl(CPUAttentionBackendImpl):
     nwor: LayerContext | None = None
     #: Of a draft layer whose passes are over trees.
     nwor_draft_window: DraftWindow | None = None
+    #: Of a draft layer, in passes that are not vLLM's own.
+    nwor_draft: DraftPass | None = None
 
     def do_kv_cache_update(
         self,
@@ -100,6 +109,8 @@ class NworCPUAttentionImpl(CPUAttentionBackendImpl):
         draft_window = self.nwor_draft_window
         if draft_window is not None and draft_window.step is not None:
             draft_window.keep(key, value)
+            return
+        if self.nwor_draft is not None and not self.nwor_draft.writes:
             return
         if layer_context is None or not layer_context.window.staging:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
@@ -126,6 +137,8 @@ class NworCPUAttentionImpl(CPUAttentionBackendImpl):
         if draft_window is not None and draft_window.step is not None and attn_metadata is not None:
             draft_window.attend(query, attn_metadata.block_table, output)
             return output
+        if self.nwor_draft is not None and attn_metadata is not None:
+            attn_metadata = self.nwor_draft.metadata_of(self, attn_metadata, kv_cache)
         if layer_context is None or attn_metadata is None or not layer_context.window.staging:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         assert isinstance(attn_metadata, NworCPUAttentionMetadata)
@@ -139,6 +152,18 @@ class NworCPUAttentionImpl(CPUAttentionBackendImpl):
                 key, value = key[tokens:], value[tokens:]
             super().forward(layer, query[tokens:], key, value, kv_cache, rest, output[tokens:])
         return output
+
+    def nwor_last_rows(
+        self,
+        metadata: NworCPUAttentionMetadata,
+        starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        kv_cache: torch.Tensor,
+    ) -> CPUAttentionMetadata:
+        """Return the metadata of one row of each request, as :class:`LastRowsPass` describes it."""
+        assert metadata.builder is not None
+        assert metadata.common is not None
+        return metadata.builder.build_last_rows(metadata.common, starts, seq_lens)
 
 
 class NworCPUAttentionBackend(CPUAttentionBackend):

@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from nwor.engine.attention.extended_backend import ExtendedBackend
-from nwor.engine.attention.split_step import scheduled
+from nwor.engine.attention.split_step import scheduled, splits_for
 from nwor.engine.attention.staged_attention import StagedAttention, WindowsFirst
 
 
@@ -43,6 +43,35 @@ class NworFlashAttentionImpl(StagedAttention, FlashAttentionImpl):
             block_table=metadata.block_table[requests:],
         )
         return scheduled(self, rest, kv_cache)
+
+    def nwor_last_rows(
+        self,
+        metadata: FlashAttentionMetadata,
+        starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        kv_cache: torch.Tensor,
+    ) -> FlashAttentionMetadata:
+        """Return the metadata of one row of each request, as :class:`LastRowsPass` describes it.
+
+        Args:
+            metadata: that of a step of at least as many requests and rows.
+            starts: int32 [requests + 1].
+            seq_lens: int32 [requests].
+            kv_cache: the layer's.
+
+        """
+        requests = seq_lens.shape[0]
+        last = replace(
+            metadata,
+            num_actual_tokens=requests,
+            max_query_len=1,
+            query_start_loc=starts,
+            seq_lens=seq_lens,
+            block_table=metadata.block_table[:requests],
+            slot_mapping=metadata.slot_mapping[:requests],
+            max_num_splits=min(metadata.max_num_splits, splits_for(requests)),
+        )
+        return scheduled(self, last, kv_cache)
 
 
 class NworFlashAttentionMetadataBuilder(WindowsFirst, FlashAttentionMetadataBuilder):

@@ -16,9 +16,9 @@ from nwor.engine.eligibility import Unsupported
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder
 
+    from nwor.engine.attention.draft_pass import DraftPass
     from nwor.engine.attention.draft_window import DraftWindow
     from nwor.engine.attention.layer_context import LayerContext
-    from nwor.engine.attention.split_step import SplitStep
 else:
     AttentionImpl = AttentionMetadataBuilder = object
 
@@ -63,8 +63,8 @@ class StagedAttention(AttentionImpl):
     nwor: LayerContext | None = None
     #: Of a draft layer whose passes are over trees.
     nwor_draft_window: DraftWindow | None = None
-    #: Of a draft layer, while a graph of the drafter's first pass over a mixed step is captured.
-    nwor_draft: SplitStep | None = None
+    #: Of a draft layer, in passes that are not vLLM's own.
+    nwor_draft: DraftPass | None = None
 
     def do_kv_cache_update(
         self,
@@ -80,6 +80,8 @@ class StagedAttention(AttentionImpl):
             draft_window = self.nwor_draft_window
             if draft_window is not None and draft_window.step is not None:
                 draft_window.keep(key, value)
+                return
+            if self.nwor_draft is not None and not self.nwor_draft.writes:
                 return
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
@@ -128,7 +130,7 @@ class StagedAttention(AttentionImpl):
             draft_window.attend(query, attn_metadata.block_table, output)
             return output
         if self.nwor_draft is not None and attn_metadata is not None:
-            attn_metadata = self.nwor_draft.rest_of(self, attn_metadata, kv_cache)
+            attn_metadata = self.nwor_draft.metadata_of(self, attn_metadata, kv_cache)
         if layer_context is not None and layer_context.window.split is not None and attn_metadata is not None:
             return self._forward_split(
                 layer_context, layer, query, key, value, kv_cache, attn_metadata, output

@@ -63,6 +63,33 @@ def without_first(common: CommonAttentionMetadata, requests: int, tokens: int) -
     return replace(common, **changed)
 
 
+def last_rows(
+    common: CommonAttentionMetadata, starts: torch.Tensor, seq_lens: torch.Tensor
+) -> CommonAttentionMetadata:
+    """Return what metadata of one row of each request is built from.
+
+    Args:
+        common: that of the whole step; left as it is.
+        starts: int32 [requests + 1]: first rows.
+        seq_lens: int32 [requests]: the row and all before it.
+
+    """
+    requests = seq_lens.shape[0]
+    changed: dict[str, Any] = {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": torch.arange(requests + 1, dtype=torch.int32),
+        "seq_lens": seq_lens,
+        "num_reqs": requests,
+        "num_actual_tokens": requests,
+        "max_query_len": 1,
+    }
+    for name in ("block_table_tensor", "seq_lens_cpu_upper_bound", "is_prefilling", "req_idx", *_BY_ROW):
+        if (value := getattr(common, name, None)) is not None:
+            changed[name] = value[:requests]
+    changed |= {field.name: None for field in fields(common) if field.name.endswith("_cache")}
+    return replace(common, **changed)
+
+
 @dataclass
 class StepMetadata:
     """What NWOR's layers read of a step, and vLLM's metadata of the part that was asked for last.

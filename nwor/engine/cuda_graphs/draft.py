@@ -2,14 +2,15 @@
 
 The first pass of an EAGLE drafter reads every row of the step. vLLM runs it piece by piece where prompts
 stand beside verification. Here it replays a graph of the size of the target's (``mixed.py``), and then one by
-the number of requests. Draft layers write the cache as ever, in every graph.
+the number of requests. Of few rows the first runs the model. Of many it ends with the last layer's keys and
+values, and the second runs the model for last rows (:mod:`nwor.engine.fastpath.first_pass`). Draft layers
+write the cache as ever, in every graph.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from nwor.config import DraftBounds
+from nwor.engine.attention.draft_pass import RowsPass, attending
 from nwor.engine.attention.split_step import SplitStep
 from nwor.engine.cuda_graphs.mixed import MixedGraphs, other_graphs
+from nwor.engine.fastpath.first_pass import LEAST_ROWS, FirstPass
 from nwor.tree_shape import TreeShape, tree_batch
 
 logger = logging.getLogger("vllm.nwor.draft_graphs")
@@ -43,6 +46,14 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
     Such a graph takes as many requests as there may be in so many rows. What the pass does for each request,
     most of all the product with the head's weights, would be done for all of those. So it is in graphs of its
     own, by the number of requests, and the graphs by rows end with the last layer.
+
+    Attributes:
+        mixed: the target's graphs of mixed steps.
+        mixed_graphs: by rows, the model.
+        request_graphs: by requests, what is done behind it.
+        written_graphs: by rows, the model up to its last layer's keys and values.
+        last_row_graphs: by requests, the model for last rows, and what is done behind it.
+
     """
 
     mixed: MixedGraphs
@@ -50,6 +61,9 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
     _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
     mixed_graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
     request_graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
+    written_graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
+    last_row_graphs: dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]
+    _first_pass: FirstPass | None
     _by_rows: dict[int, BatchExecutionDescriptor]
     _chosen: BatchExecutionDescriptor | None
     _requests: int
@@ -58,13 +72,20 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
     _draft_layers: Sequence[Any]
 
     @classmethod
-    def adopt(cls, speculator: Any, mixed: MixedGraphs, draft_layers: Sequence[Any]) -> bool:
+    def adopt(
+        cls,
+        speculator: Any,
+        mixed: MixedGraphs,
+        draft_layers: Sequence[Any],
+        first_pass: FirstPass | None = None,
+    ) -> bool:
         """Turn a drafter's freshly made manager into this class; return whether it could be.
 
         Args:
             speculator: vLLM's drafter.
             mixed: the target's graphs of mixed steps.
             draft_layers: the drafter's attention layers.
+            first_pass: the drafter's first pass in two parts; None where it stays one.
 
         """
         manager = getattr(speculator, "prefill_cudagraph_manager", None)
@@ -84,11 +105,13 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
         manager.__class__ = cls
         assert isinstance(manager, cls)
         manager.mixed, manager._speculator, manager._draft_layers = mixed, speculator, draft_layers
+        manager._first_pass = first_pass
         manager._forget()
         return True
 
     def _forget(self) -> None:
         self.mixed_graphs, self.request_graphs, self._by_rows = {}, {}, {}
+        self.written_graphs, self.last_row_graphs = {}, {}
         self._chosen, self._requests, self._states = None, 0, None
 
     def capture(self, forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -104,19 +127,48 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
             return
         starts = args[1].query_start_loc  # vLLM's input buffers of the target
         kwargs["progress_bar_desc"] = "Capturing prefill CUDA graphs (NWOR mixed)"
-        by_requests = [
-            BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=count, num_reqs=count)
-            for count in request_sizes(self.max_num_reqs)
-        ]
+        whole = [desc for desc in by_rows.values() if not self._in_parts(desc)]
+        sets: list[tuple[dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph], list[Any], Any]] = []
+        first_pass = self._first_pass
+        if whole:
+            most = max(desc.num_tokens for desc in whole) if first_pass is not None else self.max_num_reqs
+            stock = forward_fn if first_pass is None else first_pass.stock
+            sets.append((self.mixed_graphs, whole, self._rows_alone(starts)))
+            sets.append((self.request_graphs, self._by_requests(most), self._requests_alone(stock)))
+        if first_pass is not None:
+            sets.append((self.written_graphs, list(by_rows.values()), self._written(starts)))
+            sets.append((self.last_row_graphs, self._by_requests(self.max_num_reqs), first_pass.last_rows))
         try:
-            with other_graphs(self, self.mixed_graphs, list(by_rows.values())):
-                super().capture(self._rows_alone(starts), *args, **kwargs)
-            with other_graphs(self, self.request_graphs, by_requests):
-                super().capture(self._requests_alone(forward_fn), *args, **kwargs)
+            for graphs, descs, forward in sets:
+                with other_graphs(self, graphs, descs):
+                    super().capture(forward, *args, **kwargs)
         except Exception:
             logger.error("A graph of the drafter's pass could not be captured: set mixed_graph_rows to 0")
             raise
         self._by_rows = by_rows
+
+    def _in_parts(self, desc: BatchExecutionDescriptor) -> bool:
+        return self._first_pass is not None and desc.num_tokens >= LEAST_ROWS
+
+    def _by_requests(self, most: int) -> list[BatchExecutionDescriptor]:
+        return [
+            BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=count, num_reqs=count)
+            for count in request_sizes(min(most, self.max_num_reqs))
+        ]
+
+    def _written(self, starts: torch.Tensor) -> Callable[..., Any]:
+        """Run the model up to its last layer's keys and values, for any lengths."""
+        first_pass = self._first_pass
+        assert first_pass is not None
+
+        def forward(
+            num_reqs: int, num_tokens: int, attn_metadata: Any, slot_mappings: Any, across_dp: Any, _: Any
+        ) -> None:
+            own = starts[: num_reqs + 1]
+            split = SplitStep(num_tokens, own[:0], own, {}, None, None)
+            first_pass.rows(num_tokens, attn_metadata, slot_mappings, across_dp, split=split)
+
+        return forward
 
     def _rows_alone(self, starts: torch.Tensor) -> Callable[..., Any]:
         """Run the model alone, and have attention scheduled within each graph, for any lengths."""
@@ -131,7 +183,7 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
         ) -> None:
             own = starts[: num_reqs + 1]
             split = SplitStep(num_tokens, own[:0], own, {}, None, None)
-            with self._attending(split):
+            with attending(self._draft_layers, RowsPass(split=split)):
                 states = self._speculator._run_model(
                     num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, cg_mode
                 )
@@ -162,39 +214,56 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
 
         return forward
 
-    @contextmanager
-    def _attending(self, split: SplitStep) -> Iterator[None]:
-        for layer in self._draft_layers:
-            layer.impl.nwor_draft = split
-        try:
-            yield
-        finally:
-            for layer in self._draft_layers:
-                layer.impl.nwor_draft = None
-
     def dispatch(
         self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any
     ) -> BatchExecutionDescriptor:
-        """Return vLLM's choice; where the target ran in a mixed step's graph, that of the same size."""
+        """Return vLLM's choice; where the target ran in a mixed step's graph, that of the same size.
+
+        A step that makes no drafts has a graph by its rows, whatever the target ran in.
+        """
         self._chosen = None
         desc = super().dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
-        target = self.mixed.chosen
-        if target is None or target.num_tokens != num_tokens or target.num_active_loras:
-            return desc
-        own = self._by_rows.get(num_tokens)
+        own = self._own(num_reqs, num_tokens)
         if own is None:
             return desc
         self._chosen, self._requests = own, num_reqs
         return own
 
+    def _own(self, num_reqs: int, num_tokens: int) -> BatchExecutionDescriptor | None:
+        if self._drafts_nothing and self.written_graphs:
+            # No attention is in these. vLLM's slots say of rows behind the step's that none is written.
+            sizes = [size for size in self._by_rows if size >= num_tokens]
+            return self._by_rows[min(sizes)] if sizes else None
+        target = self.mixed.chosen
+        if target is None or target.num_tokens != num_tokens or target.num_active_loras:
+            return None
+        own = self._by_rows.get(num_tokens)
+        if own is not None and self._in_parts(own) and self._last_rows(num_reqs) is None:
+            return None  # piece by piece, with the step's metadata
+        return own
+
+    @property
+    def _drafts_nothing(self) -> bool:
+        return self.mixed.next_drafts == 0
+
+    def _last_rows(self, num_reqs: int) -> BatchExecutionDescriptor | None:
+        return next((desc for desc in reversed(self.last_row_graphs) if desc.num_tokens >= num_reqs), None)
+
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
         """Replay a graph, from the set that it is of."""
         if self._chosen is None or desc is not self._chosen:
             return super().run_fullgraph(desc)
-        self._replay(desc, self.mixed_graphs)
-        if self.mixed.next_drafts == 0:
-            return None  # the pass has written the drafter's cache, and nobody reads its tokens
         requests = self._requests
+        if self.written_graphs and (self._drafts_nothing or self._in_parts(desc)):
+            self._replay(desc, self.written_graphs)
+            if self._drafts_nothing:
+                return None  # the pass has written the drafter's cache, and nobody reads its tokens
+            last_rows = self._last_rows(requests)
+            assert last_rows is not None
+            return self._replay(last_rows, self.last_row_graphs)
+        self._replay(desc, self.mixed_graphs)
+        if self._drafts_nothing:
+            return None
         for tail in reversed(self.request_graphs):
             if tail.num_tokens >= requests:
                 return self._replay(tail, self.request_graphs)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from nwor.engine.fastpath import greedy_sampling, h2d_cache, kv_cache_manager, results, scheduler
+from nwor.engine.fastpath import (
+    first_pass,
+    greedy_sampling,
+    h2d_cache,
+    kv_cache_manager,
+    results,
+    scheduler,
+)
 from nwor.engine.fastpath.stock import Sources, changed
 
 #: By fast path, what it stands for. How Triton launches kernels is looked at in Triton's own objects.
@@ -12,6 +19,7 @@ COPIES: dict[str, tuple[Sources, ...]] = {
     "inputs": (h2d_cache.INPUTS,),
     "drafting": (greedy_sampling.DRAFTING,),
     "verifying": (greedy_sampling.VERIFYING,),
+    "first_pass": (first_pass.FIRST_PASS,),
 }
 
 

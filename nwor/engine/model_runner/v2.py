@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 import torch
 
+from nwor.engine.attention.target_layers import draft_layers
+from nwor.engine.fastpath.first_pass import FirstPass
 from nwor.engine.model_runner.common import NworRunner
 from nwor.engine.pipeline_parallel.freed import freed_by
 from nwor.engine.request_isolation.common import send_failures
@@ -36,6 +38,8 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
     _nwor_early: bool = False
     #: What makes windows trees; None where they are chains.
     _nwor_trees: TreeDecoding | None = None
+    #: The drafter's first pass in two parts; None where it is vLLM's own.
+    _nwor_first_pass: FirstPass | None = None
     #: vLLM's, which trims draft tokens on the device; None where it does not. Set by vLLM with the cache.
     adaptive_verification: Any = None
 
@@ -50,7 +54,18 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
         if self._nwor_trees is not None:
             self._nwor_trees.attach(self.nwor, self)
         if not is_profiling:
+            self._nwor_part_first_pass()
             self._nwor_isolate_objects()
+
+    def _nwor_part_first_pass(self) -> None:
+        state, speculator = self.nwor.state, self.speculator
+        if not state.config.fast_drafting:
+            return
+        layers = draft_layers(self)
+        why_not = FirstPass.why_not(speculator, layers, self.vllm_config)
+        state.fast_paths.note({"first_pass": why_not})
+        if why_not is None:
+            self._nwor_first_pass = FirstPass(speculator, layers)
 
     def nwor_why_no_costs(self) -> str | None:
         """Return why what steps cost by their draft tokens cannot be measured here; None where it can."""
@@ -83,6 +98,8 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
             mixed.chosen = None  # nobody chooses where a step has to run without graphs
             mixed.verifies_trees = verifies_trees
             mixed.next_drafts = scheduler_output.num_spec_tokens_to_schedule
+        if self._nwor_first_pass is not None:
+            self._nwor_first_pass.next_drafts = scheduler_output.num_spec_tokens_to_schedule
         if trees is not None:
             trees.forget(scheduler_output.finished_req_ids)
         super().finish_requests(scheduler_output)

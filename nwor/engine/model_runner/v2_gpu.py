@@ -75,7 +75,7 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         mixed = self.nwor.mixed
         assert mixed is not None
         if self.lora_config is None and NworDraftGraphManager.adopt(
-            self.speculator, mixed, draft_layers(self)
+            self.speculator, mixed, draft_layers(self), self._nwor_first_pass
         ):
             return
         mode = self.vllm_config.compilation_config.cudagraph_mode
@@ -185,9 +185,11 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             taken += MOST_SPLIT_ROWS * query_elements * 4
             speculator = getattr(self, "speculator", None)
             if getattr(speculator, "prefill_cudagraph_manager", None) is not None:
-                # The drafter's first pass: hidden states, its head's and those fed back, and graphs.
+                # The drafter's first pass: hidden states, its head's and those fed back, and graphs, in one
+                # part and in two.
                 taken += 2 * mixed[0] * self.model_config.get_hidden_size() * itemsize
-                taken += (len(set(mixed)) + len(request_sizes(self.max_num_reqs))) * LEAST_GRAPH_BYTES
+                graphs = len(set(mixed)) + len(request_sizes(self.max_num_reqs))
+                taken += (1 + self.nwor.state.config.fast_drafting) * graphs * LEAST_GRAPH_BYTES
         state = self.nwor.state
         bounds = state.config.draft_tokens
         if mixed and bounds is not None:

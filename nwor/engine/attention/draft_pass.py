@@ -1,0 +1,102 @@
+"""What draft layers do in passes that are not vLLM's own (:mod:`nwor.engine.fastpath.first_pass`)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from nwor.engine.attention.split_step import SplitStep, attention_shape
+
+
+class AllWritten(BaseException):
+    """The last layer of a drafter has its keys and values in the cache: the rest of its pass is not wanted.
+
+    No error: whoever handles errors on the way of a model's call leaves this one alone.
+    """
+
+
+class DraftPass(Protocol):
+    """What the implementation of a draft layer asks, where it is told of a pass."""
+
+    #: Whether layers write their rows to the cache.
+    writes: bool
+
+    def metadata_of(self, impl: Any, metadata: Any, kv_cache: torch.Tensor) -> Any:
+        """Return the backend's metadata to attend by, in place of the whole step's."""
+
+
+@dataclass
+class RowsPass:
+    """A pass over all rows of a step, or its part up to the last layer's keys and values.
+
+    Attributes:
+        ends_at: the attention, counted from 1, that does not run; None where all do.
+        split: makes the schedule of the step within a graph; None where the step's metadata have it.
+
+    """
+
+    ends_at: int | None = None
+    split: SplitStep | None = None
+    writes: bool = True
+    _layers: int = 0
+
+    def metadata_of(self, impl: Any, metadata: Any, kv_cache: torch.Tensor) -> Any:
+        """Return metadata of all rows.
+
+        Raises:
+            AllWritten: where the pass ends.
+
+        """
+        self._layers += 1
+        if self._layers == self.ends_at:
+            raise AllWritten
+        return metadata if self.split is None else self.split.rest_of(impl, metadata, kv_cache)
+
+
+@dataclass
+class LastRowsPass:
+    """A pass over one row of each request, whose keys and values are in the cache.
+
+    Attributes:
+        starts: int32 [requests + 1]: first rows; requests that pad the batch are empty.
+        seq_lens: int32 [requests]: the row and all before it; 0 of requests that pad the batch.
+
+    """
+
+    starts: torch.Tensor
+    seq_lens: torch.Tensor
+    writes: bool = False
+    _made: dict[Hashable, Any] = field(default_factory=dict)
+
+    def metadata_of(self, impl: Any, metadata: Any, kv_cache: torch.Tensor) -> Any:
+        """Return metadata of those rows, made once for like layers."""
+        key = (id(metadata), *attention_shape(impl, kv_cache))
+        known = self._made.get(key)
+        if known is None:
+            own = impl.nwor_last_rows(metadata, self.starts, self.seq_lens, kv_cache)
+            # `metadata` is kept as well: its address is part of the key.
+            known = self._made[key] = own, metadata
+        return known[0]
+
+
+@contextmanager
+def attending(layers: Sequence[Any], draft_pass: DraftPass) -> Iterator[None]:
+    """Tell a drafter's attention layers of a pass within this block."""
+    for layer in layers:
+        layer.impl.nwor_draft = draft_pass
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.impl.nwor_draft = None
+
+
+def is_causal(attn_metadata: Any, layers: Sequence[Any]) -> bool:
+    """Return whether a step's metadata, by layer, say that no row attends to one behind it."""
+    if not isinstance(attn_metadata, dict):
+        return False
+    return all(getattr(attn_metadata.get(layer.layer_name), "causal", None) is True for layer in layers)
