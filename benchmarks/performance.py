@@ -24,7 +24,7 @@ if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.serving import figures as serving_figures  # noqa: E402
-from benchmarks.serving import mixed_cells  # noqa: E402
+from benchmarks.serving import mixed_tables  # noqa: E402
 from benchmarks.serving import report as serving_report  # noqa: E402
 from benchmarks.serving.tables import table  # noqa: E402
 
@@ -432,78 +432,6 @@ def serving_trees() -> str:
     return _table(*heads, "first token, ms", rows=rows)
 
 
-#: Kinds of cells in which prompts join.
-MIXED: tuple[tuple[str, Callable[[int], bool]], ...] = (
-    ("no prompts", lambda prompt: not prompt),
-    ("64 and 128 tokens", lambda prompt: 0 < prompt <= 128),
-    ("512 and 1024", lambda prompt: 128 < prompt <= 1024),
-    ("2048 and longer", lambda prompt: prompt > 1024),
-)
-
-
-def _mixed_engines() -> list[tuple[str, dict[str, Any]]]:
-    document = json.loads((HERE / "serving" / "results" / "h100-mixed.json").read_text("utf-8"))
-    return [
-        (
-            f"{one['shape'].upper()}, {'bf16' if one['cache'] == 'auto' else one['cache']} cache",
-            one,
-        )
-        for one in document["engines"]
-    ]
-
-
-def mixed_parts() -> str:
-    """What a step takes while prompts join, and how much of it the host does not wait for the device."""
-    rows = []
-    for name, engine_ in _mixed_engines():
-        for what, belongs in MIXED:
-            cells = [cell["blocks"] for cell in engine_["cells"] if belongs(cell["prompt"])]
-            if not cells:
-                continue
-
-            def sides(value: Callable[[dict[str, Any]], float], cells: Any = cells) -> str:
-                means = (
-                    statistics.fmean(statistics.median(map(value, blocks[mode])) for blocks in cells)
-                    for mode in ("off", "stage")
-                )
-                return " → ".join(f"{mean:.1f}" for mean in means)
-
-            rows.append(
-                [
-                    name,
-                    what,
-                    sides(lambda block: block["typical"]),
-                    sides(lambda block: block["host"]),
-                ]
-            )
-    heads = ("engine", "prompts", "a step, ms", "the host's work in it, ms")
-    return _table(*heads, rows=rows)
-
-
-def mixed() -> str:
-    """Steps while prompts join: geometric means by engine and by prompts."""
-    kinds = MIXED
-    rows = []
-    for name, engine_ in _mixed_engines():
-        found = {
-            (cell["requests"], cell["prompt"]): mixed_cells.geometric_mean(
-                mixed_cells.ratios(cell["blocks"], "off", "stage", "typical")
-            )
-            for cell in engine_["cells"]
-        }
-        low = min(found, key=found.__getitem__)
-        row = [name, str(len(found))]
-        for _, belongs in kinds:
-            some = [ratio for (_, prompt), ratio in found.items() if belongs(prompt)]
-            row.append(f"{mixed_cells.geometric_mean(some):.3f}" if some else "-")
-        row += [
-            f"{mixed_cells.geometric_mean(list(found.values())):.3f}",
-            f"{sum(ratio < 1 for ratio in found.values())}, lowest {found[low]:.3f} ({low[0]} x {low[1]})",
-        ]
-        rows.append(row)
-    return _table("engine", "cells", *(name for name, _ in kinds), "all", "cells below 1", rows=rows)
-
-
 def _both(records: Any, figure: str, share: float, base: str = "stock", arm: str = "stage") -> str:
     sides = [serving_figures.pooled(records, one, figure, share) for one in (base, arm)]
     return " → ".join(f"{side:.0f}" for side in sides)
@@ -531,8 +459,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving-auto": serving_auto,
     "serving-auto-acceptance": serving_auto_acceptance,
     "serving-trees": serving_trees,
-    "mixed": mixed,
-    "mixed-parts": mixed_parts,
+    "mixed": mixed_tables.kinds,
+    "mixed-parts": mixed_tables.parts,
+    "mixed-kernels": mixed_tables.kernels,
+    "first-pass": mixed_tables.first_pass,
 }
 
 

@@ -102,9 +102,10 @@ class FirstPass:
         self.stock = speculator._prefill
         self.written: list[Any] = []
         self.last: list[int] = []
+        self.replay_last_rows: Any = None
 
-    def rows(self, num_tokens: int, *_: Any, split: Any) -> None:
-        self.written.append((num_tokens, split.rest_starts.tolist(), split.num_tokens))
+    def rows(self, num_tokens: int, *_: Any) -> None:
+        self.written.append(num_tokens)
 
     def last_rows(self, num_reqs: int, *_: Any) -> None:
         self.last.append(num_reqs)
@@ -217,8 +218,7 @@ def test_graphs_of_many_rows_end_with_keys_and_values(parted: Any) -> None:
     assert few
     assert set(parted.mixed_graphs) == set(few)
     assert set(parted.written_graphs) == set(ALONE)
-    own = [(desc.num_tokens, list(range(desc.num_reqs + 1)), desc.num_tokens) for desc in ALONE]
-    assert parted._first_pass.written == own
+    assert parted._first_pass.written == [desc.num_tokens for desc in ALONE]
     assert [desc.num_reqs for desc in parted.request_graphs] == [4, 2, 1]
     assert [desc.num_reqs for desc in parted.last_row_graphs] == parted._first_pass.last == [4, 2, 1]
     # Only the largest of those that keep hidden states has room for them.
@@ -269,6 +269,26 @@ def test_steps_without_drafts_have_a_graph_by_rows_whatever_the_target_ran_in(
     assert choose(monkeypatch, parted, UNIFORM, None, rows, rows) is UNIFORM
 
 
+def test_passes_piece_by_piece_find_the_graphs_of_last_rows(
+    monkeypatch: pytest.MonkeyPatch, parted: Any, layer: Any
+) -> None:
+    replayed: list[Any] = []
+    monkeypatch.setattr(
+        CudaGraphManager, "run_fullgraph", lambda self, desc: replayed.append(self.graphs[desc])
+    )
+    first_pass = FirstPass(parted._speculator)
+    parted.__class__ = SpeculatorCudaGraphManager  # freshly made once more
+    assert NworDraftGraphManager.adopt(parted._speculator, parted.mixed, [layer], first_pass)  # type: ignore[arg-type]
+    assert not first_pass.replay_last_rows(1)  # nothing is captured yet
+    parted.graphs = {}
+    parted.capture(parted._speculator._prefill, None, SimpleNamespace(query_start_loc=torch.arange(40)))
+    (four,) = (one for one in parted.last_row_graphs if one.num_reqs == 4)
+    assert first_pass.replay_last_rows(3)
+    assert replayed == [parted.last_row_graphs[four]]
+    assert parted.graphs.keys() == {UNIFORM}
+    assert not first_pass.replay_last_rows(5)
+
+
 def test_more_requests_than_any_graph_takes_are_drafted_for_piece_by_piece(
     monkeypatch: pytest.MonkeyPatch, parted: Any
 ) -> None:
@@ -310,7 +330,7 @@ def test_a_failed_capture_ends_the_start(
     with pytest.raises(RuntimeError, match="no memory"):
         manager.capture(None, None, SimpleNamespace(query_start_loc=torch.zeros(6)), progress_bar_desc="own")
     assert set(manager.graphs) == {UNIFORM}
-    assert "set mixed_graph_rows to 0" in caplog.text
+    assert "set fast_drafting to false, or mixed_graph_rows to 0" in caplog.text
 
 
 @pytest.mark.parametrize("version", [2, None])

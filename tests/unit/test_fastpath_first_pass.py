@@ -15,11 +15,14 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
-from nwor.engine.attention.draft_pass import AllWritten, RowsPass
 from nwor.engine.fastpath import first_pass
 from nwor.engine.fastpath.first_pass import LEAST_ROWS, FirstPass
+from nwor.engine.model_runner.v2 import NworRunnerV2
 
 ROWS, HIDDEN, MOST_REQUESTS = 300, 3, 8
 #: Rows of each request, and how many of them are rejected.
@@ -52,11 +55,11 @@ class Speculator(TargetDependentARSpeculator):
 
     load_draft_model = None  # type: ignore[assignment]
 
-    def __init__(self, layers: int = 1) -> None:
+    def __init__(self) -> None:
         self.max_num_reqs, self.device = MOST_REQUESTS, torch.device("cpu")
         self.dp_size = self.dcp_size = 1
         self.pcp_manager, self.supports_mm_inputs = None, False
-        self.layers = [SimpleNamespace(layer_name=f"draft.{i}", impl=Impl()) for i in range(layers)]
+        self.layers = [SimpleNamespace(layer_name="draft.0", impl=Impl())]
         starts = torch.tensor([0, *LENGTHS]).cumsum(0)
         ends = starts[1:] - 1 - torch.tensor(REJECTED)
         self.last_token_indices = torch.zeros(MOST_REQUESTS, dtype=torch.int64)
@@ -121,9 +124,8 @@ def expected() -> list[Any]:
     return _result(speculator)
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_two_parts_leave_what_one_leaves(expected: list[Any], layers: int) -> None:
-    speculator = Speculator(layers)
+def test_two_parts_leave_what_one_leaves(expected: list[Any]) -> None:
+    speculator = Speculator()
     FirstPass(speculator, speculator.layers)
     metadata = _metadata(speculator)
     speculator._prefill(4, ROWS, metadata, None, None, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
@@ -131,12 +133,9 @@ def test_two_parts_leave_what_one_leaves(expected: list[Any], layers: int) -> No
     assert speculator.passes == [(ROWS, CUDAGraphMode.PIECEWISE), (4, CUDAGraphMode.NONE)]
     # The last row of each request, and what stands before it: not what was rejected.
     last = ("last", [0, 1, 2, 3, 4], [3, 101, 490, 301])
-    *others, layer = speculator.layers
-    for other in others:
-        own = metadata[other.layer_name]
-        assert other.impl.seen == [("written", True), (own, True), ("kept", False), (last, False)]
+    (layer,) = speculator.layers
     assert layer.impl.seen == [("written", True), ("kept", False), (last, False)]
-    assert all(one.impl.nwor_draft is None for one in speculator.layers)
+    assert layer.impl.nwor_draft is None
     assert "_run_model" not in vars(speculator)
 
 
@@ -183,16 +182,35 @@ def test_all_pieces_of_a_graph_are_captured() -> None:
 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["0.32", "0.33"])
-def test_a_step_without_drafts_ends_with_the_first_part(skip: bool) -> None:
+@pytest.mark.parametrize("rows", [ROWS, 4])
+def test_a_step_without_drafts_ends_with_the_first_part(rows: int, skip: bool) -> None:
     speculator = Speculator()
     first = FirstPass(speculator, speculator.layers)
     first.next_drafts = None if skip else 0
-    speculator._prefill(4, ROWS, _metadata(speculator), None, None, **({"skip_sample": True} if skip else {}))
-    assert speculator.passes == [(ROWS, CUDAGraphMode.NONE)]
+    first.replay_last_rows = lambda num_reqs: pytest.fail("nothing is drafted")
+    speculator._prefill(4, rows, _metadata(speculator), None, None, **({"skip_sample": True} if skip else {}))
+    assert speculator.passes == [(rows, CUDAGraphMode.NONE)]
+    assert speculator.layers[0].impl.seen == [("written", True)]
     assert speculator.draft_tokens.unique().tolist() == [-7]
 
 
-def test_an_error_leaves_nothing_behind() -> None:
+def test_the_second_part_replays_a_graph_where_there_is_one() -> None:
+    speculator, asked = Speculator(), []
+    first = FirstPass(speculator, speculator.layers)
+    first.replay_last_rows = lambda num_reqs: asked.append(num_reqs) or len(asked) > 1
+    speculator.captured = [CUDAGraphMode.NONE]
+    speculator.capture()
+    assert asked == []
+    del speculator.passes[:]
+    for passes in (2, 3):
+        speculator._prefill(4, ROWS, _metadata(speculator), None, None)
+        assert len(speculator.passes) == passes
+    assert asked == [4, 4]
+
+
+def test_an_error_leaves_nothing_behind_and_later_passes_are_vllms(
+    expected: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     speculator = Speculator()
     FirstPass(speculator, speculator.layers)
     (layer,) = speculator.layers
@@ -201,25 +219,22 @@ def test_an_error_leaves_nothing_behind() -> None:
         speculator._prefill(4, ROWS, _metadata(speculator), None, None)
     assert layer.impl.nwor_draft is None
     assert "_run_model" not in vars(speculator)
-
-
-def test_a_model_of_fewer_layers_ends_as_it_does() -> None:
-    with pytest.raises(AllWritten):
-        RowsPass(1).metadata_of(None, "own", torch.zeros(1))
-    assert RowsPass(2).metadata_of(None, "own", torch.zeros(1)) == "own"
-    assert RowsPass().metadata_of(None, "own", torch.zeros(1)) == "own"
-    # Handlers of errors on the way of a model's call, torch.fx's among them, let it pass.
-    assert not issubclass(AllWritten, Exception)
+    assert "from the next step on it runs in one" in caplog.text
+    again = Speculator()
+    vars(speculator).update(
+        {name: vars(again)[name] for name in ("input_buffers", "hidden_states", "passes")}
+    )
+    speculator._prefill(4, ROWS, _metadata(speculator), None, None)
+    assert speculator.passes == [(ROWS, CUDAGraphMode.NONE)]
+    assert _result(speculator) == expected
 
 
 def _config(**settings: Any) -> Any:
     return SimpleNamespace(**{"lora_config": None, "kv_transfer_config": None, **settings})
 
 
-class Known(TargetDependentARSpeculator):
+class Known(EagleSpeculator):
     """A drafter of vLLM's kind."""
-
-    load_draft_model = None  # type: ignore[assignment]
 
     def __init__(self, **settings: Any) -> None:
         self.dp_size = self.dcp_size = 1
@@ -234,7 +249,9 @@ def test_why_a_pass_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, [], _config(), "no drafter"),
         (Speculator(), layers, _config(), "another kind"),
         (SimpleNamespace(), layers, _config(), "another kind"),
-        (Known(), [], _config(), "backend"),
+        (object.__new__(MTPSpeculator), layers, _config(), "another kind"),
+        (Known(), [], _config(), "more than one layer"),
+        (Known(), 2 * layers, _config(), "more than one layer"),
         (Known(), [SimpleNamespace(impl=object())], _config(), "backend"),
         (Known(), layers, _config(lora_config=object()), "adapters"),
         (Known(), layers, _config(kv_transfer_config=object()), "connector"),
@@ -246,3 +263,23 @@ def test_why_a_pass_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert words in (why_not(speculator, own, config) or ""), words
     monkeypatch.setattr(first_pass, "changed", lambda *_: "_prefill is not the known one")
     assert why_not(Known(), layers, _config()) == "_prefill is not the known one"
+
+
+class _Stock:
+    def finish_requests(self, scheduler_output: Any) -> None:
+        pass
+
+
+class _Runner(NworRunnerV2, _Stock):  # type: ignore[misc]
+    use_pp = False
+
+
+def test_only_steps_with_rows_say_that_no_drafts_are_made() -> None:
+    runner: Any = object.__new__(_Runner)
+    mixed, first = SimpleNamespace(), SimpleNamespace()
+    runner.nwor, runner._nwor_first_pass = SimpleNamespace(mixed=mixed), first
+    for rows, drafts, expected in ((5, 0, 0), (5, 3, 3), (0, 0, None)):
+        step = SchedulerOutput.make_empty()
+        step.total_num_scheduled_tokens, step.num_spec_tokens_to_schedule = rows, drafts
+        runner.finish_requests(step)
+        assert (mixed.next_drafts, first.next_drafts) == (expected, expected)

@@ -99,4 +99,10 @@ def is_causal(attn_metadata: Any, layers: Sequence[Any]) -> bool:
     """Return whether a step's metadata, by layer, say that no row attends to one behind it."""
     if not isinstance(attn_metadata, dict):
         return False
-    return all(getattr(attn_metadata.get(layer.layer_name), "causal", None) is True for layer in layers)
+    return all(_is_causal(attn_metadata.get(layer.layer_name)) for layer in layers)
+
+
+def _is_causal(metadata: Any) -> bool:
+    # FlashAttention calls a step causal in which images' rows attend to one another.
+    ranges = getattr(metadata, "mm_prefix_query_range_tensor", None)
+    return getattr(metadata, "causal", None) is True and ranges is None

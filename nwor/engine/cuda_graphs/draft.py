@@ -106,6 +106,8 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
         assert isinstance(manager, cls)
         manager.mixed, manager._speculator, manager._draft_layers = mixed, speculator, draft_layers
         manager._first_pass = first_pass
+        if first_pass is not None:
+            first_pass.replay_last_rows = manager._replay_last_rows
         manager._forget()
         return True
 
@@ -136,14 +138,17 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
             sets.append((self.mixed_graphs, whole, self._rows_alone(starts)))
             sets.append((self.request_graphs, self._by_requests(most), self._requests_alone(stock)))
         if first_pass is not None:
-            sets.append((self.written_graphs, list(by_rows.values()), self._written(starts)))
+            sets.append((self.written_graphs, list(by_rows.values()), self._written))
             sets.append((self.last_row_graphs, self._by_requests(self.max_num_reqs), first_pass.last_rows))
         try:
             for graphs, descs, forward in sets:
                 with other_graphs(self, graphs, descs):
                     super().capture(forward, *args, **kwargs)
         except Exception:
-            logger.error("A graph of the drafter's pass could not be captured: set mixed_graph_rows to 0")
+            logger.error(
+                "A graph of the drafter's pass could not be captured: set fast_drafting to false, or "
+                "mixed_graph_rows to 0"
+            )
             raise
         self._by_rows = by_rows
 
@@ -156,19 +161,10 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
             for count in request_sizes(min(most, self.max_num_reqs))
         ]
 
-    def _written(self, starts: torch.Tensor) -> Callable[..., Any]:
-        """Run the model up to its last layer's keys and values, for any lengths."""
-        first_pass = self._first_pass
-        assert first_pass is not None
-
-        def forward(
-            num_reqs: int, num_tokens: int, attn_metadata: Any, slot_mappings: Any, across_dp: Any, _: Any
-        ) -> None:
-            own = starts[: num_reqs + 1]
-            split = SplitStep(num_tokens, own[:0], own, {}, None, None)
-            first_pass.rows(num_tokens, attn_metadata, slot_mappings, across_dp, split=split)
-
-        return forward
+    def _written(self, num_reqs: int, *args: Any) -> None:
+        """Run the model up to its last layer's keys and values: no attention, so of any requests."""
+        assert self._first_pass is not None
+        self._first_pass.rows(*args)
 
     def _rows_alone(self, starts: torch.Tensor) -> Callable[..., Any]:
         """Run the model alone, and have attention scheduled within each graph, for any lengths."""
@@ -231,7 +227,8 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
 
     def _own(self, num_reqs: int, num_tokens: int) -> BatchExecutionDescriptor | None:
         if self._drafts_nothing and self.written_graphs:
-            # No attention is in these. vLLM's slots say of rows behind the step's that none is written.
+            # No attention is in these, so requests do not count. Of rows behind the step's vLLM's slots say
+            # that none is written.
             sizes = [size for size in self._by_rows if size >= num_tokens]
             return self._by_rows[min(sizes)] if sizes else None
         target = self.mixed.chosen
@@ -249,6 +246,16 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
     def _last_rows(self, num_reqs: int) -> BatchExecutionDescriptor | None:
         return next((desc for desc in reversed(self.last_row_graphs) if desc.num_tokens >= num_reqs), None)
 
+    def _replay_last_rows(self, num_reqs: int) -> bool:
+        """Replay the smallest graph of the second part that takes so many requests; return whether one does.
+
+        What it reads lies where vLLM puts that of each step: last rows, lengths, block tables.
+        """
+        desc = self._last_rows(num_reqs)
+        if desc is not None:
+            self._replay(desc, self.last_row_graphs)
+        return desc is not None
+
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
         """Replay a graph, from the set that it is of."""
         if self._chosen is None or desc is not self._chosen:
@@ -258,9 +265,9 @@ class NworDraftGraphManager(SpeculatorCudaGraphManager):
             self._replay(desc, self.written_graphs)
             if self._drafts_nothing:
                 return None  # the pass has written the drafter's cache, and nobody reads its tokens
-            last_rows = self._last_rows(requests)
-            assert last_rows is not None
-            return self._replay(last_rows, self.last_row_graphs)
+            replayed = self._replay_last_rows(requests)
+            assert replayed
+            return None
         self._replay(desc, self.mixed_graphs)
         if self._drafts_nothing:
             return None

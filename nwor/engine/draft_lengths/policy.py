@@ -1,12 +1,13 @@
 """How many draft tokens the next windows get: those with which a token costs least (step_estimates.py).
 
-Steps in turns try what is not chosen and might be better, so that A and T of it stay known.
+Steps in turns try what is not chosen and might be better, so that A and T of it stay known. What that is
+expected to cost is a share of the time: a new load is not served worse for what is not known of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Protocol
 
 from nwor.config import DraftBounds
@@ -38,6 +39,10 @@ PROBE_STEPS_MIXED = 6
 #: and tried so many steps ago that what was seen then may be wrong now.
 HOPE_UNTRIED, HOPE_TRIED, HOPE_FORGOTTEN = 0.3, 0.8, 0.4
 FORGOTTEN = 2048
+#: Share of the time that trying may cost, by what is expected; and seconds of it that may be saved up.
+SHARE, MOST_SAVED = 0.01, 0.1
+#: Steps after which it is asked again whether a try can be afforded.
+ASK_AGAIN = 8
 #: What takes so many times as long as the chosen candidate's step is too dear to try.
 DEAR = 4.0
 #: Fewest requests whose windows are fitted to them.
@@ -91,6 +96,8 @@ class DraftLengthPolicy:
         self._until_look = self._until_probe = 0
         self._probing = self.chosen
         self._probed_with = 0
+        # Seconds that may be lost by trying.
+        self._saved = MOST_SAVED
         # By the place of the number of requests in the measurement, and candidate: times tried, last step.
         self._tries: dict[tuple[int, int], int] = {}
         self._tried_at: dict[tuple[int, int], int] = {}
@@ -140,17 +147,21 @@ class DraftLengthPolicy:
         if self._until_look <= 0 or abs(requests - self._looked_at) > LOOK_CHANGE * self._looked_at:
             self._look(requests)
         self._until_probe -= 1
+        if self._until_probe > -1:
+            self._saved = min(self._saved + SHARE * self.times.step(requests, self.chosen), MOST_SAVED)
         if self._until_probe > 0:
             return self.chosen
         if self._until_probe == 0:
             self._probing, self._probed_with = self._probe(requests), requests
+            if self._probing == self.chosen:
+                # Nothing is worth it, or it costs too much for now.
+                self._until_probe = ASK_AGAIN
+                return self.chosen
         elif abs(requests - self._probed_with) > LOOK_CHANGE * self._probed_with:
             # What was worth a try with so many requests may be far too dear now.
             self._until_probe = FIRST_PROBES_EVERY
             return self.chosen
-        # Few requests tell little in a step.
-        steps = PROBE_STEPS_MIXED if self.estimates.is_mostly_mixed else PROBE_STEPS
-        if -self._until_probe + 1 >= max(steps, -(-PROBE_WINDOWS // requests)):
+        if -self._until_probe + 1 >= self._probe_steps(requests):
             untried = any(self._is_untried(requests, k) for k in self._worth_trying(requests))
             self._until_probe = FIRST_PROBES_EVERY if untried else PROBE_EVERY
         return self._probing
@@ -163,9 +174,25 @@ class DraftLengthPolicy:
         if not worth:
             return self.chosen
         probed = min(worth, key=lambda k: (self._tried_at.get((place, k), -1), self._found.get(k, 0.0)))
+        lost = self._lost_by_trying(requests, probed)
+        if lost > self._saved and self._saved < MOST_SAVED:
+            return self.chosen
+        self._saved = max(self._saved - lost, -MOST_SAVED)
         self._tried_at[place, probed] = self._now
         self._tries[place, probed] = self._tries.get((place, probed), 0) + 1
         return probed
+
+    def _probe_steps(self, requests: int) -> int:
+        """Return the steps of a try: few requests tell little in one."""
+        steps = PROBE_STEPS_MIXED if self.estimates.is_mostly_mixed else PROBE_STEPS
+        return max(steps, -(-PROBE_WINDOWS // requests))
+
+    def _lost_by_trying(self, requests: int, drafts: int) -> float:
+        """Return the seconds that a try is expected to cost beyond what its tokens would otherwise."""
+        dearer = self._found.get(drafts, inf) - self._found[self.chosen]
+        if not isfinite(dearer):
+            return 0.0
+        return max(dearer, 0.0) * self._plans[drafts].tokens * self._probe_steps(requests)
 
     def _is_untried(self, requests: int, drafts: int) -> bool:
         """Return whether a candidate was hardly tried, or took another time than expected when it was."""

@@ -8,16 +8,19 @@ the model once more for those rows. A step that makes no drafts ends with the fi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from nwor.engine.attention.draft_pass import AllWritten, LastRowsPass, RowsPass, attending, is_causal
-from nwor.engine.attention.split_step import SplitStep
 from nwor.engine.fastpath.stock import Sources, changed
+
+logger = logging.getLogger("vllm.nwor.first_pass")
 
 _PASSES = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
 
@@ -26,6 +29,8 @@ _PASSES = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
 FIRST_PASS: Sources = {
     (_PASSES, "TargetDependentARSpeculator._prefill"): ("82f51701026e52c8", "a571704bfe1fb51d"),
     (_PASSES, "TargetDependentARSpeculator._run_model"): ("e50d6a230099694b", "8a7a506a9deaf39a"),
+    (_PASSES, "TargetDependentARSpeculator.propose"): ("55c66c96992f7eca", "7e919b6a89f0ae05"),
+    (_PASSES, "TargetDependentARSpeculator.capture"): ("f67f14d6be90a64d",),
     (_PASSES, "_prepare_prefill_inputs_kernel"): ("b09e3977036c8bde",),
 }
 
@@ -53,6 +58,7 @@ class FirstPass:
 
     Attributes:
         next_drafts: draft tokens that the step will make for each request; None for the engine's number.
+        replay_last_rows: runs the second part for so many requests in a graph; returns whether there is one.
 
     """
 
@@ -60,8 +66,9 @@ class FirstPass:
         self._speculator = speculator
         self._layers = layers
         self._stock = speculator._prefill
-        self._capturing = False
+        self._capturing = self._failed = False
         self.next_drafts: int | None = None
+        self.replay_last_rows: Callable[[int], bool] = lambda num_reqs: False
         requests = int(speculator.max_num_reqs)
         self._places = torch.arange(requests + 1, dtype=torch.int32, device=speculator.device)
         speculator._prefill = self.run
@@ -79,13 +86,18 @@ class FirstPass:
         """
         if speculator is None:
             return "no drafter runs here"
-        kind = type(speculator)
-        for name in ("_prefill", "_run_model"):
-            if getattr(kind, name, None) is not getattr(TargetDependentARSpeculator, name):
-                return "the drafter is of another kind than EAGLE's"
+        known = isinstance(speculator, EagleSpeculator) and all(
+            getattr(type(speculator), name) is getattr(TargetDependentARSpeculator, name)
+            for name in ("_prefill", "_run_model")
+        )
+        if not known:
+            return "the drafter is of another kind than EAGLE's"
         if (other := changed(FIRST_PASS)) is not None:
             return other
-        if not layers or not all(hasattr(getattr(one, "impl", None), "nwor_last_rows") for one in layers):
+        if len(layers) != 1:
+            # Those before the last attend for all rows, and may add to the states that the second part reads.
+            return "the drafter has more than one layer"
+        if not hasattr(getattr(layers[0], "impl", None), "nwor_last_rows"):
             return "the attention backend of the drafter cannot attend for last rows alone"
         if vllm_config.lora_config is not None:
             return "adapters are given by row"
@@ -126,16 +138,23 @@ class FirstPass:
             skip: ``skip_sample``, which vLLM 0.33 says of steps that make no drafts.
 
         """
+        drafts_nothing = not self._capturing and (self.next_drafts == 0 or any(skip.values()))
         # All pieces of a graph have to be captured, also those that only passes in one part replay.
         in_pieces = self._capturing and cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
-        parts = num_tokens >= LEAST_ROWS and not in_pieces and is_causal(attn_metadata, self._layers)
+        parts = (num_tokens >= LEAST_ROWS or drafts_nothing) and not in_pieces and not self._failed
+        parts = parts and is_causal(attn_metadata, self._layers)
         arguments = attn_metadata, slot_mappings, num_tokens_across_dp
         if not parts:
             self._stock(num_reqs, num_tokens, *arguments, cudagraph_runtime_mode, mm_inputs, **skip)
             return
-        self.rows(num_tokens, *arguments, cudagraph_runtime_mode)
-        if self._capturing or (self.next_drafts != 0 and not any(skip.values())):
-            self.last_rows(num_reqs, num_tokens, *arguments)
+        try:
+            self.rows(num_tokens, *arguments, cudagraph_runtime_mode)
+            if self._capturing or not (drafts_nothing or self.replay_last_rows(num_reqs)):
+                self.last_rows(num_reqs, num_tokens, *arguments)
+        except Exception:
+            logger.error("the drafter's first pass failed in two parts; from the next step on it runs in one")
+            self._failed = True
+            raise
 
     def rows(
         self,
@@ -144,7 +163,6 @@ class FirstPass:
         slot_mappings: dict[str, torch.Tensor] | None,
         num_tokens_across_dp: torch.Tensor | None = None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
-        split: SplitStep | None = None,
     ) -> None:
         """Write the keys and values of all rows: the first part.
 
@@ -154,10 +172,9 @@ class FirstPass:
             slot_mappings: likewise, int64 [num_tokens].
             num_tokens_across_dp: as vLLM passes it on.
             cudagraph_runtime_mode: likewise.
-            split: makes the schedule of attention within a graph; None where the step's metadata have it.
 
         """
-        with attending(self._layers, RowsPass(len(self._layers), split)):
+        with attending(self._layers, RowsPass(ends_at=len(self._layers))):
             try:
                 self._speculator._run_model(
                     num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode

@@ -91,15 +91,18 @@ class NworRunnerV2(NworRunner, IsolatingRunnerV2, Base):
             self.nwor.next_step(in_flight_of(scheduler_output), freed_by(scheduler_output))
         self._nwor_early = takes_over_blocks(scheduler_output)
         mixed, trees = self.nwor.mixed, self._nwor_trees
+        # An empty step says 0 of drafts that nobody asks for; vLLM's own steps of a warm-up may follow.
+        rows = scheduler_output.total_num_scheduled_tokens
+        next_drafts = scheduler_output.num_spec_tokens_to_schedule if rows else None
         verifies_trees = trees is not None and trees.begin(
             scheduler_output.scheduled_spec_decode_tokens, scheduler_output.num_scheduled_tokens
         )
         if mixed is not None:
             mixed.chosen = None  # nobody chooses where a step has to run without graphs
             mixed.verifies_trees = verifies_trees
-            mixed.next_drafts = scheduler_output.num_spec_tokens_to_schedule
+            mixed.next_drafts = next_drafts
         if self._nwor_first_pass is not None:
-            self._nwor_first_pass.next_drafts = scheduler_output.num_spec_tokens_to_schedule
+            self._nwor_first_pass.next_drafts = next_drafts
         if trees is not None:
             trees.forget(scheduler_output.finished_req_ids)
         super().finish_requests(scheduler_output)
