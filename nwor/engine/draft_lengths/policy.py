@@ -39,7 +39,8 @@ PROBE_STEPS_MIXED = 6
 #: and tried so many steps ago that what was seen then may be wrong now.
 HOPE_UNTRIED, HOPE_TRIED, HOPE_FORGOTTEN = 0.3, 0.8, 0.4
 FORGOTTEN = 2048
-#: Share of the time that trying may cost, by what is expected; and seconds of it that may be saved up.
+#: Share of the time that trying may cost, by what is expected, while steps take what was measured; and
+#: seconds of it that may be saved up.
 SHARE, MOST_SAVED = 0.01, 0.1
 #: Steps after which it is asked again whether a try can be afforded.
 ASK_AGAIN = 8
@@ -97,7 +98,7 @@ class DraftLengthPolicy:
         self._probing = self.chosen
         self._probed_with = 0
         # Seconds that may be lost by trying.
-        self._saved = MOST_SAVED
+        self._saved, self._is_measured = MOST_SAVED, True
         # By the place of the number of requests in the measurement, and candidate: times tried, last step.
         self._tries: dict[tuple[int, int], int] = {}
         self._tried_at: dict[tuple[int, int], int] = {}
@@ -152,11 +153,11 @@ class DraftLengthPolicy:
         if self._until_probe > 0:
             return self.chosen
         if self._until_probe == 0:
-            self._probing, self._probed_with = self._probe(requests), requests
-            if self._probing == self.chosen:
-                # Nothing is worth it, or it costs too much for now.
+            probed = self._probe(requests)
+            if probed is None:
                 self._until_probe = ASK_AGAIN
                 return self.chosen
+            self._probing, self._probed_with = probed, requests
         elif abs(requests - self._probed_with) > LOOK_CHANGE * self._probed_with:
             # What was worth a try with so many requests may be far too dear now.
             self._until_probe = FIRST_PROBES_EVERY
@@ -166,8 +167,11 @@ class DraftLengthPolicy:
             self._until_probe = FIRST_PROBES_EVERY if untried else PROBE_EVERY
         return self._probing
 
-    def _probe(self, requests: int) -> int:
-        """Return the candidate to try: of those worth it the one whose last turn is longest ago."""
+    def _probe(self, requests: int) -> int | None:
+        """Return the candidate to try: of those worth it the one whose last turn is longest ago.
+
+        None where that cannot be afforded yet.
+        """
         assert self.times is not None
         place = self.times.place(requests)
         worth = self._worth_trying(requests)
@@ -175,8 +179,8 @@ class DraftLengthPolicy:
             return self.chosen
         probed = min(worth, key=lambda k: (self._tried_at.get((place, k), -1), self._found.get(k, 0.0)))
         lost = self._lost_by_trying(requests, probed)
-        if lost > self._saved and self._saved < MOST_SAVED:
-            return self.chosen
+        if self._is_measured and lost > self._saved and self._saved < MOST_SAVED:
+            return None
         self._saved = max(self._saved - lost, -MOST_SAVED)
         self._tried_at[place, probed] = self._now
         self._tries[place, probed] = self._tries.get((place, probed), 0) + 1
@@ -262,6 +266,8 @@ class DraftLengthPolicy:
         self._until_look, self._looked_at = LOOK_EVERY, requests
         steps, self._steps = self._steps, 0
         self.estimates.age(steps)
+        assert self.times is not None
+        self._is_measured = not self.times.is_doubtful(requests)
         survival = None
         if self._requests is not None and requests >= FEWEST_FITTED:
             survival = self._requests.survival()
