@@ -391,6 +391,36 @@ def serving_auto_acceptance() -> str:
     return _table(*heads, "`auto`", "`auto` / best", rows=rows)
 
 
+def serving_auto_turns() -> str:
+    """A server that chooses beside stock's best number, by how long the same requests take."""
+    results = HERE / "serving" / "results" / "h200-auto-turns.json"
+    document = json.loads(results.read_text("utf-8"))
+    rows = []
+    for group, loads in serving_report.groups(document).items():
+        for load in sorted(loads, key=lambda load: int(load[1:])):
+            records = loads[load]
+            stock = [arm for arm in serving_figures.arms(records) if arm.startswith("stock")]
+            best = serving_figures.best_stock(records, "turn_s")
+            seconds = (
+                f"{statistics.median(one['wall_s'] for one in records if one['arm'] == arm):.1f}"
+                for arm in (best, "auto")
+            )
+            rows.append(
+                [
+                    f"{group[1].upper()}, {group[2]}",
+                    records[0]["acceptance"],
+                    f"{load[1:]} client" + ("s" if load != "c1" else ""),
+                    ", ".join(sorted(arm.partition("@")[2] or "4" for arm in stock)),
+                    best.partition("@")[2] or "4",
+                    *seconds,
+                    str(serving_figures.compare(records, "auto", best, "turn_s")),
+                    str(len({(one["run"], one["round"]) for one in records})),
+                ]
+            )
+    heads = ("model, prompts/answers", "chance of a draft", "load", "numbers tried", "best", "its seconds")
+    return _table(*heads, "`auto`", "`auto` / best", "rounds", rows=rows)
+
+
 def serving_trees() -> str:
     """What is chosen among none, chains and trees, beside stock's best chain of the same run."""
     results = HERE / "serving" / "results" / "h200-trees-default.json"
@@ -458,6 +488,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving-lengths": serving_lengths,
     "serving-auto": serving_auto,
     "serving-auto-acceptance": serving_auto_acceptance,
+    "serving-auto-turns": serving_auto_turns,
     "serving-trees": serving_trees,
     "mixed": mixed_tables.kinds,
     "mixed-parts": mixed_tables.parts,

@@ -53,6 +53,8 @@ def ratio_of(values: Sequence[float]) -> Ratio:
 FIGURES: dict[str, tuple[Callable[[Record], float], bool]] = {
     "tokens_s": (lambda one: one["tokens_s"], True),
     "tpot": (lambda one: quantile(one["tpot_ms"], 0.5), False),
+    # Of a closed loop: until the last request was sent. All arms of a round have the same requests.
+    "turn_s": (lambda one: one["wall_s"], False),
 }
 
 

@@ -178,10 +178,11 @@ class DraftLengthPolicy:
         if not worth:
             return self.chosen
         probed = min(worth, key=lambda k: (self._tried_at.get((place, k), -1), self._found.get(k, 0.0)))
-        lost = self._lost_by_trying(requests, probed)
-        if self._is_measured and lost > self._saved and self._saved < MOST_SAVED:
-            return None
-        self._saved = max(self._saved - lost, -MOST_SAVED)
+        if self._is_measured:
+            lost = self._lost_by_trying(requests, probed)
+            if lost > self._saved and self._saved < MOST_SAVED:
+                return None
+            self._saved -= lost  # a debt where it is more than can be saved up
         self._tried_at[place, probed] = self._now
         self._tries[place, probed] = self._tries.get((place, probed), 0) + 1
         return probed
