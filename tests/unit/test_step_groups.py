@@ -227,11 +227,10 @@ class _Loaded:
 @pytest.mark.parametrize(("requests", "chance"), [(128, 0.6), (256, 0.4), (256, 0.75)])
 def test_a_device_that_was_busy_under_heavy_load_is_known_soon_after(requests: int, chance: float) -> None:
     regrets = []
-    for seed in range(12):
-        engine = _Loaded(requests, chance, (0.75, 0.9)[seed // 3 % 2], seed)
+    for seed in range(6):
+        engine = _Loaded(requests, chance, (0.75, 0.9)[seed // 3], seed)
         engine.run(800)
         engine.run(1500, *[(2.0, 3.0, 0.01), (1.0, 4.0, 0.02), (2.5, 4.0, 0.003)][seed % 3])
         engine.run(500)
         regrets.append(engine.run(1800))
-    # To stay with what was best while the device was busy would be 0.03 to 0.3.
-    assert sum(regrets) / len(regrets) < 0.025, regrets
+    assert sum(regrets) / len(regrets) < 0.015, regrets

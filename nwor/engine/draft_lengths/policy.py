@@ -1,13 +1,12 @@
 """How many draft tokens the next windows get: those with which a token costs least (step_estimates.py).
 
-Steps in turns try what is not chosen and might be better, so that A and T of it stay known. What that is
-expected to cost is a share of the time: a new load is not served worse for what is not known of it.
+Steps in turns try what is not chosen and might be better, so that A and T of it stay known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf, isfinite
+from math import isfinite
 from typing import Any, Protocol
 
 from nwor.config import DraftBounds
@@ -39,11 +38,6 @@ PROBE_STEPS_MIXED = 6
 #: and tried so many steps ago that what was seen then may be wrong now.
 HOPE_UNTRIED, HOPE_TRIED, HOPE_FORGOTTEN = 0.3, 0.8, 0.4
 FORGOTTEN = 2048
-#: Share of the time that trying may cost, by what is expected, while steps take what was measured; and
-#: seconds of it that may be saved up.
-SHARE, MOST_SAVED = 0.01, 0.1
-#: Steps after which it is asked again whether a try can be afforded.
-ASK_AGAIN = 8
 #: What takes so many times as long as the chosen candidate's step is too dear to try.
 DEAR = 4.0
 #: Fewest requests whose windows are fitted to them.
@@ -97,8 +91,6 @@ class DraftLengthPolicy:
         self._until_look = self._until_probe = 0
         self._probing = self.chosen
         self._probed_with = 0
-        # Seconds that may be lost by trying.
-        self._saved, self._is_measured = MOST_SAVED, True
         # By the place of the number of requests in the measurement, and candidate: times tried, last step.
         self._tries: dict[tuple[int, int], int] = {}
         self._tried_at: dict[tuple[int, int], int] = {}
@@ -148,56 +140,32 @@ class DraftLengthPolicy:
         if self._until_look <= 0 or abs(requests - self._looked_at) > LOOK_CHANGE * self._looked_at:
             self._look(requests)
         self._until_probe -= 1
-        if self._until_probe > -1:
-            self._saved = min(self._saved + SHARE * self.times.step(requests, self.chosen), MOST_SAVED)
         if self._until_probe > 0:
             return self.chosen
         if self._until_probe == 0:
-            probed = self._probe(requests)
-            if probed is None:
-                self._until_probe = ASK_AGAIN
-                return self.chosen
-            self._probing, self._probed_with = probed, requests
+            self._probing, self._probed_with = self._probe(requests), requests
         elif abs(requests - self._probed_with) > LOOK_CHANGE * self._probed_with:
             # What was worth a try with so many requests may be far too dear now.
             self._until_probe = FIRST_PROBES_EVERY
             return self.chosen
-        if -self._until_probe + 1 >= self._probe_steps(requests):
+        # Few requests tell little in a step.
+        steps = PROBE_STEPS_MIXED if self.estimates.is_mostly_mixed else PROBE_STEPS
+        if -self._until_probe + 1 >= max(steps, -(-PROBE_WINDOWS // requests)):
             untried = any(self._is_untried(requests, k) for k in self._worth_trying(requests))
             self._until_probe = FIRST_PROBES_EVERY if untried else PROBE_EVERY
         return self._probing
 
-    def _probe(self, requests: int) -> int | None:
-        """Return the candidate to try: of those worth it the one whose last turn is longest ago.
-
-        None where that cannot be afforded yet.
-        """
+    def _probe(self, requests: int) -> int:
+        """Return the candidate to try: of those worth it the one whose last turn is longest ago."""
         assert self.times is not None
         place = self.times.place(requests)
         worth = self._worth_trying(requests)
         if not worth:
             return self.chosen
         probed = min(worth, key=lambda k: (self._tried_at.get((place, k), -1), self._found.get(k, 0.0)))
-        if self._is_measured:
-            lost = self._lost_by_trying(requests, probed)
-            if lost > self._saved and self._saved < MOST_SAVED:
-                return None
-            self._saved -= lost  # a debt where it is more than can be saved up
         self._tried_at[place, probed] = self._now
         self._tries[place, probed] = self._tries.get((place, probed), 0) + 1
         return probed
-
-    def _probe_steps(self, requests: int) -> int:
-        """Return the steps of a try: few requests tell little in one."""
-        steps = PROBE_STEPS_MIXED if self.estimates.is_mostly_mixed else PROBE_STEPS
-        return max(steps, -(-PROBE_WINDOWS // requests))
-
-    def _lost_by_trying(self, requests: int, drafts: int) -> float:
-        """Return the seconds that a try is expected to cost beyond what its tokens would otherwise."""
-        dearer = self._found.get(drafts, inf) - self._found[self.chosen]
-        if not isfinite(dearer):
-            return 0.0
-        return max(dearer, 0.0) * self._plans[drafts].tokens * self._probe_steps(requests)
 
     def _is_untried(self, requests: int, drafts: int) -> bool:
         """Return whether a candidate was hardly tried, or took another time than expected when it was."""
@@ -267,8 +235,6 @@ class DraftLengthPolicy:
         self._until_look, self._looked_at = LOOK_EVERY, requests
         steps, self._steps = self._steps, 0
         self.estimates.age(steps)
-        assert self.times is not None
-        self._is_measured = not self.times.is_doubtful(requests)
         survival = None
         if self._requests is not None and requests >= FEWEST_FITTED:
             survival = self._requests.survival()

@@ -216,12 +216,6 @@ class StepTimes:
         """Return whether sums of late took far longer or shorter than expected, and too few to say why."""
         return self._rows[self.place(requests)].doubtful[self._columns[drafts]]
 
-    def is_doubtful(self, requests: int) -> bool:
-        """Return whether steps take another time than was measured, or took it of late."""
-        row, measured = self._rows[self.place(requests)], self.costs.seconds[self.place(requests)]
-        seen = [column for column, count in enumerate(row.seen) if count]
-        return any(row.doubtful) or any(abs(row.excess[one]) > FAR * measured[one] for one in seen)
-
     def _of(self, requests: int, drafts: int) -> float:
         """Return what was measured."""
         seconds = self._measured.get((requests, drafts))
