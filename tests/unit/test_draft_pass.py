@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAtten
 
 from nwor.engine.attention import flash
 from nwor.engine.attention.cpu import NworCPUAttentionImpl
-from nwor.engine.attention.draft_pass import AllWritten, LastRowsPass, RowsPass, attending, is_causal
+from nwor.engine.attention.draft_pass import AllWritten, LastRowsPass, WrittenPass, attending, is_causal
 from nwor.engine.attention.flash import NworFlashAttentionImpl
 from nwor.engine.attention.split_step import splits_for
 
@@ -57,7 +57,7 @@ def test_a_layer_that_is_told_of_no_pass_is_vllms(layer: Any) -> None:
 
 
 def test_the_first_part_ends_when_keys_and_values_are_written(layer: Any) -> None:
-    with attending([layer], RowsPass(ends_at=1)), pytest.raises(AllWritten):
+    with attending([layer], WrittenPass()), pytest.raises(AllWritten):
         run(layer, "step")
     assert layer.impl.calls == [("written", "slots")]
     assert layer.impl.nwor_draft is None
@@ -66,7 +66,7 @@ def test_the_first_part_ends_when_keys_and_values_are_written(layer: Any) -> Non
 
 
 def test_a_pass_without_attention_does_not_end(layer: Any) -> None:
-    with attending([layer], RowsPass(ends_at=1)):
+    with attending([layer], WrittenPass()):
         run(layer, None)
     assert layer.impl.calls == [("written", "slots"), ("attended", None)]
 
@@ -81,12 +81,8 @@ def test_the_second_part_attends_for_last_rows_and_writes_nothing(layer: Any) ->
     layer.impl.nwor_last_rows = last_rows
     with attending([layer], LastRowsPass("starts", "lengths")):  # type: ignore[arg-type]
         run(layer, "step")
-        run(layer, "step")
-        layer.impl.sliding_window = (64, 0)
-        run(layer, "step")
-    assert layer.impl.calls == [("attended", "last of step")] * 3
-    # Made once for layers of the same shape.
-    assert made == [("step", "starts", "lengths", True)] * 2
+    assert layer.impl.calls == [("attended", "last of step")]
+    assert made == [("step", "starts", "lengths", True)]
 
 
 def test_metadata_of_last_rows(monkeypatch: pytest.MonkeyPatch) -> None:

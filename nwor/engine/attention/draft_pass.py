@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from nwor.engine.attention.split_step import SplitStep, attention_shape
+from nwor.engine.attention.split_step import SplitStep
 
 
 class AllWritten(BaseException):
-    """The last layer of a drafter has its keys and values in the cache: the rest of its pass is not wanted.
+    """The layer of a drafter has its keys and values in the cache: the rest of its pass is not wanted.
 
     No error: whoever handles errors on the way of a model's call leaves this one alone.
     """
@@ -29,37 +29,41 @@ class DraftPass(Protocol):
         """Return the backend's metadata to attend by, in place of the whole step's."""
 
 
+class WrittenPass:
+    """A pass over all rows of a step that ends when a layer has written its keys and values."""
+
+    writes = True
+
+    def metadata_of(self, impl: Any, metadata: Any, kv_cache: torch.Tensor) -> Any:
+        """End the pass.
+
+        Raises:
+            AllWritten: always.
+
+        """
+        raise AllWritten
+
+
 @dataclass
 class RowsPass:
-    """A pass over all rows of a step, or its part up to the last layer's keys and values.
+    """A pass over all rows of a step within a graph.
 
     Attributes:
-        ends_at: the attention, counted from 1, that does not run; None where all do.
-        split: makes the schedule of the step within a graph; None where the step's metadata have it.
+        split: makes the step's schedule.
 
     """
 
-    ends_at: int | None = None
-    split: SplitStep | None = None
+    split: SplitStep
     writes: bool = True
-    _layers: int = 0
 
     def metadata_of(self, impl: Any, metadata: Any, kv_cache: torch.Tensor) -> Any:
-        """Return metadata of all rows.
-
-        Raises:
-            AllWritten: where the pass ends.
-
-        """
-        self._layers += 1
-        if self._layers == self.ends_at:
-            raise AllWritten
-        return metadata if self.split is None else self.split.rest_of(impl, metadata, kv_cache)
+        """Return metadata of all rows."""
+        return self.split.rest_of(impl, metadata, kv_cache)
 
 
 @dataclass
 class LastRowsPass:
-    """A pass over one row of each request, whose keys and values are in the cache.
+    """A pass of one layer over one row of each request, whose keys and values are in the cache.
 
     Attributes:
         starts: int32 [requests + 1]: first rows; requests that pad the batch are empty.
@@ -70,17 +74,10 @@ class LastRowsPass:
     starts: torch.Tensor
     seq_lens: torch.Tensor
     writes: bool = False
-    _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def metadata_of(self, impl: Any, metadata: Any, kv_cache: torch.Tensor) -> Any:
-        """Return metadata of those rows, made once for like layers."""
-        key = (id(metadata), *attention_shape(impl, kv_cache))
-        known = self._made.get(key)
-        if known is None:
-            own = impl.nwor_last_rows(metadata, self.starts, self.seq_lens, kv_cache)
-            # `metadata` is kept as well: its address is part of the key.
-            known = self._made[key] = own, metadata
-        return known[0]
+        """Return metadata of those rows."""
+        return impl.nwor_last_rows(metadata, self.starts, self.seq_lens, kv_cache)
 
 
 @contextmanager

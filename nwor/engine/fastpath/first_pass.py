@@ -17,7 +17,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
-from nwor.engine.attention.draft_pass import AllWritten, LastRowsPass, RowsPass, attending, is_causal
+from nwor.engine.attention.draft_pass import AllWritten, LastRowsPass, WrittenPass, attending, is_causal
 from nwor.engine.fastpath.stock import Sources, changed
 
 logger = logging.getLogger("vllm.nwor.first_pass")
@@ -174,7 +174,7 @@ class FirstPass:
             cudagraph_runtime_mode: likewise.
 
         """
-        with attending(self._layers, RowsPass(ends_at=len(self._layers))):
+        with attending(self._layers, WrittenPass()):
             try:
                 self._speculator._run_model(
                     num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode
