@@ -25,7 +25,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--shape", default="8b", help="8b, 1b, tiny, demo (the bundled model), demo-8b")
     parser.add_argument("--out", type=Path, required=True, help="results; extended where it is there")
     parser.add_argument(
-        "--arms", default=",".join(plan.CORE_ARMS), help="stock, off, stage, cow; @K for another k"
+        "--arms",
+        default=",".join(plan.CORE_ARMS),
+        help="stock, off, stage, cow, auto, fitted; @K for another k",
     )
     parser.add_argument(
         "--loads", help="c16: 16 clients; p12: 12 requests/s; p50%%: of capacity. Default: core grid"

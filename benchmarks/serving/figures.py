@@ -60,7 +60,8 @@ FIGURES: dict[str, tuple[Callable[[Record], float], bool]] = {
 
 def arms(records: Sequence[Record]) -> list[str]:
     """Return the arms of some records: stock first, then NWOR's modes."""
-    known = ["stock", "off", "stage", "cow", "tree", "auto", "auto-tree", "stock-adaptive", "adaptive"]
+    known = ["stock", "off", "stage", "cow", "tree", "auto", "fitted", "auto-tree"]
+    known += ["stock-adaptive", "adaptive"]
     found = {record["arm"] for record in records}
     return sorted(found, key=lambda arm: (known.index(arm.split("@")[0]), arm))
 
@@ -98,7 +99,7 @@ def acceptance_warnings(records: Sequence[Record]) -> list[str]:
     warnings = []
     by_k: dict[str, list[str]] = {}
     for arm in arms(records):
-        if arm.startswith(("auto", "tree")) or "adaptive" in arm:  # of no one number
+        if arm.startswith(("auto", "fitted", "tree")) or "adaptive" in arm:  # of no one number
             continue
         by_k.setdefault(arm.partition("@")[2], []).append(arm)
     for group in by_k.values():

@@ -13,6 +13,8 @@ from nwor.tree_shape import TreeShape
 MODES = ("off", "stage", "cow")
 STOCK = "stock"
 AUTO = "auto"
+#: ``auto`` with windows that fit each request.
+FITTED = "fitted"
 #: Windows are trees for few requests, and chains for more; where the engine chooses, behind :data:`AUTO`.
 TREE = "tree"
 #: vLLM's adaptive verification, in ``stage``; behind :data:`STOCK` in stock.
@@ -43,6 +45,7 @@ class Arm:
         chosen: whether the server chooses the draft tokens of each step.
         tree: what windows of k draft tokens are; None where all are chains.
         adaptive: whether vLLM verifies those of the k draft tokens alone that are likely to be accepted.
+        fits: whether the server may choose fewer for some requests of a step.
 
     """
 
@@ -52,6 +55,7 @@ class Arm:
     chosen: bool = False
     tree: TreeShape | None = None
     adaptive: bool = False
+    fits: bool = False
 
     @property
     def server(self) -> str:
@@ -59,7 +63,7 @@ class Arm:
         if self.tree is not None:
             return f"nwor@{self.name.replace('@', '-')}"
         if self.chosen:
-            return "nwor@auto"
+            return f"nwor@{FITTED if self.fits else AUTO}"
         kind = f"{ADAPTIVE}-" if self.adaptive else ""
         return f"{STOCK if self.mode == STOCK else 'nwor'}@{kind}{self.k}"
 
@@ -67,16 +71,17 @@ class Arm:
 def parse_arm(text: str, k: int) -> Arm:
     """Return the arm that ``stock``, ``off``, ``stage``, ``cow`` names; ``@2`` behind it sets its k.
 
-    ``auto`` is ``stage`` with draft tokens that the server chooses, up to :data:`MOST_CHOSEN`. ``tree@16x6``
-    is ``stage`` with trees of 16 nodes, 6 deep, and ``auto-tree@16x6`` chooses among them and chains.
+    ``auto`` is ``stage`` with draft tokens that the server chooses, up to :data:`MOST_CHOSEN`, and ``fitted``
+    is ``auto`` with windows that fit each request. ``tree@16x6`` is ``stage`` with trees of 16 nodes, 6 deep,
+    and ``auto-tree@16x6`` chooses among them and chains.
     ``adaptive@6`` and ``stock-adaptive@6`` verify the likely ones of 6 draft tokens.
 
     Raises:
         ValueError: for anything else.
 
     """
-    if text.strip() == AUTO:
-        return Arm(AUTO, MODES[1], MOST_CHOSEN, chosen=True)
+    if text.strip() in (AUTO, FITTED):
+        return Arm(text.strip(), MODES[1], MOST_CHOSEN, chosen=True, fits=text.strip() == FITTED)
     if match := re.fullmatch(rf"({AUTO}-)?{TREE}@(\d+)x(\d+)(?:x(\d+))?", text.strip()):
         nodes, depth, width = (int(number) if number else None for number in match.groups()[1:])
         shape = TreeShape.of(nodes or 0, depth, width)
@@ -86,7 +91,7 @@ def parse_arm(text: str, k: int) -> Arm:
     mode, at, number = text.strip().partition("@")
     if mode not in (STOCK, *MODES) or (at and not number.isdecimal()):
         raise ValueError(
-            f"{text!r} is no arm: use stock, {', '.join(MODES)}, auto, and @K for another k, as stock@2; or "
+            f"{text!r} is no arm: use stock, {', '.join(MODES)}, auto, fitted, and @K for another k, as stock@2; or "
             "tree@16x6, auto-tree@16x6, adaptive@6, stock-adaptive@6"
         )
     own = int(number) if at else k

@@ -64,7 +64,7 @@ def title(group: tuple[Any, ...]) -> str:
 
 
 #: Arms of NWOR's that draft chains.
-PLAIN = ("stage", "auto")
+PLAIN = ("stage", "auto", "fitted")
 #: What the names of arms that stage windows begin with.
 STAGED = (*PLAIN, "tree", "auto-tree", "adaptive")
 

@@ -188,6 +188,8 @@ def command(
         settings: dict[str, Any] = {"mode": "stage", "modes": list(modes)}
         if arm.chosen:
             settings["draft_tokens"] = str(DraftBounds(0, arm.k, arm.tree))
+        if arm.fits:
+            settings["fit_windows"] = True
         if arm.tree is not None:
             settings["tree"] = arm.tree.to_mapping()
         if tree_rates is not None:

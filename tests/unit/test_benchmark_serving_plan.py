@@ -135,9 +135,17 @@ def test_other_arms_are_refused(text: str) -> None:
 
 def test_adaptive_arms_are_reported_behind_the_others() -> None:
     records = [
-        {"arm": arm} for arm in ("adaptive@4", "auto-tree@60x8", "stock-adaptive@4", "stock@1", "stage")
+        {"arm": arm}
+        for arm in ("adaptive@4", "auto-tree@60x8", "fitted", "auto", "stock-adaptive@4", "stock@1")
     ]
-    assert figures.arms(records) == ["stock@1", "stage", "auto-tree@60x8", "stock-adaptive@4", "adaptive@4"]
+    assert figures.arms(records) == [
+        "stock@1",
+        "auto",
+        "fitted",
+        "auto-tree@60x8",
+        "stock-adaptive@4",
+        "adaptive@4",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -221,16 +229,17 @@ def test_acceptance_changes_in_place() -> None:
         rates_plugin.accept(worker, [0.9])
 
 
-def test_the_arm_that_chooses_its_draft_tokens() -> None:
-    arm = plan.parse_arm("auto", 4)
-    assert (arm.server, arm.mode, arm.k, arm.chosen) == ("nwor@auto", "stage", 8, True)
+@pytest.mark.parametrize(("name", "more"), [("auto", {}), ("fitted", {"fit_windows": True})])
+def test_the_arms_that_choose_their_draft_tokens(name: str, more: dict[str, bool]) -> None:
+    arm = plan.parse_arm(name, 4)
+    assert (arm.server, arm.mode, arm.k, arm.chosen) == (f"nwor@{name}", "stage", 8, True)
     config = models.speculation(Path("d"), "eagle", arm, "heads", 128)
     assert config is not None
     assert config["num_speculative_tokens"] == len(config["synthetic_acceptance_rates"]) == 8
     assert config["num_speculative_tokens_per_batch_size"] == [(1, 1, 0), (2, 2, 4)]
     line = servers.command(arm.server, Path("m"), config, [], ["off", "stage"], arm)
     settings = json.loads(line[line.index("--additional-config") + 1])["nwor"]
-    assert settings == {"mode": "stage", "modes": ["off", "stage"], "draft_tokens": "auto:0-8"}
+    assert settings == {"mode": "stage", "modes": ["off", "stage"], "draft_tokens": "auto:0-8", **more}
     assert "--nwor-mode" not in line
 
 
