@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.serving import mixed_cells, models, results
 from benchmarks.serving.mixed_cells import LONG, Cell, Step
 from benchmarks.serving.plan import Arm
+from nwor.config import DraftBounds
 
 #: Context of the requests that decode, when a cell begins: this and a little more each.
 CONTEXT = 512
@@ -34,8 +35,22 @@ def _values(settings: list[str]) -> dict[str, Any]:
     return {name: json.loads(value) for name, value in (one.split("=", 1) for one in settings)}
 
 
+class Kept:
+    """Stands where the scheduler asks for a number of draft tokens, and answers with the same each time."""
+
+    def __init__(self, drafts: int) -> None:
+        self.drafts = drafts
+
+    def __getitem__(self, requests: int) -> int:
+        """Return it, whatever the number of requests."""
+        return self.drafts
+
+
 class Rig:
     """The engine and the requests on it.
+
+    A mode with a number, such as ``stage@0``, has the engine choose among numbers of draft tokens, and keeps
+    it to that one. So steps of several numbers are measured on one engine.
 
     Args:
         args: the command line.
@@ -45,6 +60,7 @@ class Rig:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.modes: list[str] = args.modes.split(",")
+        self._kept = Kept(args.k) if any("@" in mode for mode in self.modes) else None
         self._numbers = itertools.count()
         self._random = random.Random(1)
         self._arrived: list[tuple[float, float, dict[str, int]]] = []
@@ -65,7 +81,11 @@ class Rig:
             from nwor.engine.plugin import register
 
             register()
-            settings = {"mode": self.modes[0], "modes": self.modes, **_values(args.nwor)}
+            modes = list(dict.fromkeys(mode.partition("@")[0] for mode in self.modes))
+            settings = {"mode": modes[0], "modes": modes}
+            if self._kept is not None:
+                settings["draft_tokens"] = str(DraftBounds(0, args.k))
+            settings |= _values(args.nwor)
             extra["additional_config"] = {"nwor": settings}
         extra |= _values(args.engine)
         began = time.perf_counter()
@@ -82,13 +102,15 @@ class Rig:
             kv_cache_dtype=args.cache_dtype,
             kv_cache_memory_bytes=int(args.cache_gib * 2**30),
             speculative_config=models.speculation(
-                draft, "eagle", Arm("stage", "stage", args.k), args.acceptance, 1
+                draft, "eagle", Arm("stage", "stage", args.k, self._kept is not None), args.acceptance, 1
             ),
             disable_log_stats=False,  # as a server
             seed=0,
             **extra,
         )
         self.core = self.llm.llm_engine.engine_core.engine_core
+        if self._kept is not None:
+            self.core.scheduler.dynamic_sd_lookup = self._kept
         self._watch()
         config = self.llm.llm_engine.vllm_config
         report = None if self.modes == ["stock"] else self.llm.collective_rpc("nwor_report")[0]
@@ -143,13 +165,14 @@ class Rig:
     def begin(self, cell: Cell) -> None:
         """Start the requests that decode, and step until all of them do."""
         self._ids = []
+        self.switch(self.modes[0])
         answer, stock = self.args.max_len - 2 * CONTEXT, self.modes == ["stock"]
         bounds = [None if stock else cell.bound(index) for index in range(cell.requests)]
         for index, bound in enumerate(bounds):
             made = self.request(CONTEXT + 13 * (index % 17), answer, "decode-", bound)
             self._ids.append(made.request_id)
             self.core.add_request(made)
-        k = self.args.k
+        k = self.args.k if self._kept is None else self._kept.drafts
         wanted = sum(1 + (k if bound is None else min(bound, k)) for bound in bounds)
         for _ in range(10000):
             self.step()
@@ -203,8 +226,11 @@ class Rig:
 
     def switch(self, mode: str) -> None:
         """Put a mode in force."""
-        if mode != "stock":
-            self.llm.collective_rpc("nwor_set_mode", args=(mode,))
+        name, _, drafts = mode.partition("@")
+        if self._kept is not None:
+            self._kept.drafts = int(drafts or self.args.k)
+        if name != "stock":
+            self.llm.collective_rpc("nwor_set_mode", args=(name,))
 
     def counts(self) -> dict[str, Any]:
         """Return NWOR's counters."""

@@ -29,7 +29,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--engines", default="8b,1b,8b:fp8,1b:fp8", help="shapes, with :fp8 for an fp8 cache")
     parser.add_argument("--out", type=Path, required=True, help="results; extended where it is there")
     parser.add_argument(
-        "--modes", default="off,stage", help="the first is what the others are compared with; or stock"
+        "--modes",
+        default="off,stage",
+        help="the first is what the others are compared with; stage@0,stage@1 for numbers of draft tokens "
+        "up to --k on one engine; or stock",
     )
     parser.add_argument("--cells", default="", help="requests and prompt tokens, as 16x512,64x0; default all")
     parser.add_argument("--every", type=int, default=2, help="a prompt joins in every so-manieth step")

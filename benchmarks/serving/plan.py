@@ -91,8 +91,8 @@ def parse_arm(text: str, k: int) -> Arm:
     mode, at, number = text.strip().partition("@")
     if mode not in (STOCK, *MODES) or (at and not number.isdecimal()):
         raise ValueError(
-            f"{text!r} is no arm: use stock, {', '.join(MODES)}, auto, fitted, and @K for another k, as stock@2; or "
-            "tree@16x6, auto-tree@16x6, adaptive@6, stock-adaptive@6"
+            f"{text!r} is no arm: use stock, {', '.join(MODES)}, and @K for another k, as stock@2; or auto, "
+            "fitted, tree@16x6, auto-tree@16x6, adaptive@6, stock-adaptive@6"
         )
     own = int(number) if at else k
     if own == 0 and mode != STOCK:
