@@ -136,7 +136,7 @@ class NworConfig:
         modes: the modes that may be switched to while the engine runs; graphs are captured for each of them.
         self_check_interval: verify the cache invariants on every N-th verify step; 0 turns the check off.
         mixed_graph_rows: rows of the largest step that runs in one CUDA graph though prompts stand beside its
-            windows; 0 leaves such steps to vLLM's graphs of pieces.
+            windows; 0 leaves such steps to vLLM's graphs of pieces, None lets the model decide.
         fast_host: spare the host work of vLLM's own whose outcome is known beforehand, in every mode.
         fast_sampling: find the most likely tokens with NWOR's own kernels, on model runner V2 on CUDA, in
             every mode.
@@ -161,7 +161,7 @@ class NworConfig:
     mode: Mode = Mode.STAGE
     modes: tuple[Mode, ...] = (Mode.OFF, Mode.STAGE, Mode.COW)
     self_check_interval: int = 0
-    mixed_graph_rows: int = 2048
+    mixed_graph_rows: int | None = None
     fast_host: bool = True
     fast_sampling: bool = True
     fast_drafting: bool = True
@@ -192,7 +192,7 @@ class NworConfig:
                 "(fit_windows)"
             )
         for name in _COUNTS:
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"NWOR setting {name!r} must be 0 or more, not {getattr(self, name)}")
 
     @classmethod
@@ -222,7 +222,7 @@ class NworConfig:
         if "attention_backends" in settings:
             values["attention_backends"] = _parse_backends(settings["attention_backends"])
         for name in _COUNTS:
-            if name in settings:
+            if name in settings and not (settings[name] is None and name == "mixed_graph_rows"):
                 values[name] = _parse_int(name, settings[name])
         for name in ("fast_host", "fast_sampling", "fast_drafting", "fit_windows", "tree_required"):
             if name in settings:

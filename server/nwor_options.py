@@ -65,7 +65,7 @@ def add_nwor_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="ROWS",
         help="Largest step that runs in one CUDA graph though prompts stand beside verification; 0 has none. "
-        f"Default: {NworConfig().mixed_graph_rows}.",
+        "Default: 2048, more where a small model leaves the GPU waiting for the host.",
     )
     group.add_argument(
         "--nwor-attention-backends",

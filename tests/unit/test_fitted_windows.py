@@ -200,13 +200,16 @@ def test_the_time_of_a_pass_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
 
         def end(self) -> None: ...
 
-    def seconds(device: Any, step: Callable[[], None], steps: int) -> float:
-        for _ in range(steps):
-            step()
-        return Steps.seconds
+    class Clock:
+        def __init__(self, device: Any) -> None: ...
+
+        def seconds(self, step: Callable[[], None], steps: int) -> float:
+            for _ in range(steps):
+                step()
+            return Steps.seconds
 
     monkeypatch.setattr(measurement, "_Requests", Steps)
-    monkeypatch.setattr(measurement, "_seconds", seconds)
+    monkeypatch.setattr(measurement, "StepClock", Clock)
     monkeypatch.setattr(warmup, "_warmup_block_counter", lambda runner: None)
     runner = SimpleNamespace(
         device=torch.device("cpu"),

@@ -23,7 +23,7 @@ from nwor.engine.attention.split_step import MOST_SPLIT_ROWS, SplitStep, splits_
 from nwor.engine.cuda_graphs import mixed as mixed_graphs
 from nwor.engine.cuda_graphs import mixed_sizes
 from nwor.engine.cuda_graphs.mixed import MixedGraphs
-from nwor.engine.cuda_graphs.mixed_sizes import descriptors, graph_sizes
+from nwor.engine.cuda_graphs.mixed_sizes import descriptors, graph_sizes, largest_size
 from nwor.engine.cuda_graphs.v2 import NworCudaGraphManager
 from nwor.modes import Mode
 from nwor.windows.batch import WindowKind
@@ -253,6 +253,22 @@ def test_sizes_grow_with_the_rows_and_end_at_the_limit() -> None:
     assert sizes == sorted(set(sizes))
     assert graph_sizes(600) == [size for size in sizes if size <= 600]
     assert graph_sizes(7) == []
+    assert graph_sizes(4096)[len(sizes) :] == list(range(2048 + 128, 4096 + 1, 128))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "layers", "rows"),
+    [
+        (1_236_000_000, 16, 3840),
+        (8_030_000_000, 32, 2048),
+        (4_015_000_000, 32, 2304),  # two ranks of it
+        (500_000, 2, 8192),
+        (0, 0, 2048),
+    ],
+)
+def test_small_models_have_larger_graphs(parameters: int, layers: int, rows: int) -> None:
+    assert largest_size(parameters, layers) == rows
+    assert rows in graph_sizes(rows)
 
 
 def test_graphs_take_as_many_requests_as_are_likely_in_so_many_rows() -> None:

@@ -10,15 +10,20 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 #: Rows between two graphs' sizes, by the rows up to which that holds. Above about 150 rows an 8B model's
 #: products take time in proportion to their rows, so padding costs; vLLM's own graphs pad to 8 rows, and to
 #: 16 above 256.
-STEPS = ((256, 8), (512, 16), (1024, 32), (1 << 30, 64))
+STEPS = ((256, 8), (512, 16), (1024, 32), (2048, 64), (1 << 30, 128))
 #: A graph takes a request for every two rows, since only requests that do not speculate have one; of so many
 #: rows or fewer it takes as many as rows.
 LEAST_REQUESTS = 16
 #: As STEPS, of steps with trees. Those are for few requests, and up to about 150 rows padding costs nothing.
-TREE_STEPS = ((256, 16), (1024, 64), (1 << 30, 128))
+TREE_STEPS = ((256, 16), (1024, 64), (2048, 128), (1 << 30, 512))
 #: Rows of graphs that take more requests than are likely. Without them a step of many requests that do not
 #: speculate, beside few that do, would be padded until its requests fit.
 WIDE_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536)
+#: Rows of the largest graph where nobody sets them, at least and at most.
+LEAST_LARGEST, MOST_LARGEST = 2048, 8192
+#: What an H100 or H200 computes a second in products of many rows, and what their hosts take for a layer that
+#: is launched from Python: 0.6 to 1.2 ms.
+FLOPS_A_SECOND, HOST_SECONDS_A_LAYER = 6e14, 1e-3
 #: Requests up to which `verify_attention` has a kernel for few work tiles, at 8 KV heads on 132 processors.
 FEW_TREES = 16
 
@@ -38,6 +43,21 @@ def graph_sizes(most_rows: int, steps: Sequence[tuple[int, int]] | None = None) 
         if size > most_rows:
             return sizes
         sizes.append(size)
+
+
+def largest_size(parameters: int, layers: int) -> int:
+    """Return the rows of the largest graph where nobody sets them.
+
+    Up to so many rows the device waits for a host that launches a step piece by piece. With more, and with
+    large models, a graph saves nothing, and its padding costs.
+
+    Args:
+        parameters: of the model, those of this rank.
+        layers: of the model, those of this rank.
+
+    """
+    rows = int(layers * HOST_SECONDS_A_LAYER * FLOPS_A_SECOND / (2 * max(parameters, 1)))
+    return min(max(rows // 128 * 128, LEAST_LARGEST), MOST_LARGEST)
 
 
 def descriptors(

@@ -10,16 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from math import inf, isfinite
 from typing import Any
 
-import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from nwor.config import DraftBounds
 from nwor.draft_costs import StepCosts
+from nwor.engine.draft_lengths.step_clock import StepClock
 
 logger = logging.getLogger("vllm.nwor.draft_lengths")
 
@@ -155,7 +156,7 @@ def measure(worker: Any, bounds: DraftBounds, fits: bool = False) -> StepCosts:
     runner = worker.model_runner
     cpu = runner.device.type == "cpu"
     began = time.perf_counter()
-    requests = _Requests(worker, _warmup_block_counter(runner))
+    requests, clock = _Requests(worker, _warmup_block_counter(runner)), StepClock(runner.device)
     numbers = bounds.candidates
     blocks = runner.kv_cache_config.num_blocks - 1
     fitting = [
@@ -210,7 +211,7 @@ def measure(worker: Any, bounds: DraftBounds, fits: bool = False) -> StepCosts:
             for _ in range(SETTLE):
                 requests.step(drafts, drafts)
             steps = STEPS if count <= MANY else STEPS_OF_MANY
-            row.append(_seconds(runner.device, lambda k=drafts: requests.step(k, k), steps))
+            row.append(clock.seconds(partial(requests.step, drafts, drafts), steps))
             before = drafts
         return row
 
@@ -226,12 +227,12 @@ def measure(worker: Any, bounds: DraftBounds, fits: bool = False) -> StepCosts:
             requests.begin(count, prompt, room, 0)
             for _ in range(1 + SETTLE):
                 requests.step(0, drafts)
-            found.append(_seconds(runner.device, lambda k=drafts: requests.step(0, k), STEPS_OF_MANY))
+            found.append(clock.seconds(partial(requests.step, 0, drafts), STEPS_OF_MANY))
         return found[0], found[1]
 
     def prompts(size: int) -> float:
         requests.begin(1, size, 1, 0)
-        return _seconds(runner.device, lambda: requests.begin(1, size, 1, 0), STEPS - 1)
+        return clock.seconds(partial(requests.begin, 1, size, 1, 0), STEPS - 1)
 
     runner.kv_connector.set_disabled(True)
     try:
@@ -335,21 +336,6 @@ def without_spikes(table: Sequence[Sequence[float]], chains: int) -> tuple[tuple
 def _least_behind(values: Sequence[float]) -> list[float]:
     """Return for each value the least of it and those behind it."""
     return list(accumulate(reversed(values), min))[::-1]
-
-
-def _seconds(device: torch.device, step: Any, steps: int) -> float:
-    """Return the seconds of one of several steps in a row, launched ahead as in serving."""
-    _wait(device)
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    _wait(device)
-    return (time.perf_counter() - began) / steps
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ from nwor.engine.cuda_graphs.draft import (
     graph_numbers,
     request_sizes,
 )
-from nwor.engine.cuda_graphs.mixed_sizes import descriptors, graph_sizes
+from nwor.engine.cuda_graphs.mixed_sizes import LEAST_LARGEST, descriptors, graph_sizes, largest_size
 from nwor.engine.cuda_graphs.stage_graphs import LEAST_GRAPH_BYTES, expected_bytes
 from nwor.engine.cuda_graphs.v2 import NworCudaGraphManager, ProfiledCudaGraphManager, stageable
 from nwor.engine.eligibility import Unsupported, check_engine, check_graphs, memory_is_reused
@@ -100,7 +100,7 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             state.mixed_graphs_why_not = self._nwor_mixed_failed
             return []
         layers = target_layers(self)
-        if not state.config.mixed_graph_rows:
+        if state.config.mixed_graph_rows == 0:
             state.mixed_graphs_why_not = "they are off (mixed_graph_rows is 0)"
             return []
         state.mixed_graphs_why_not = mixed_graphs.why_not(config, layers, self.uses_inputs_embeds)
@@ -108,7 +108,7 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             logger.info("mixed steps run piece by piece: %s", state.mixed_graphs_why_not)
             return []
         most = min(
-            state.config.mixed_graph_rows,
+            self._nwor_largest_graph(len(layers)),
             config.scheduler_config.max_num_batched_tokens,
             # No step has more, and a capture spreads its rows over as many requests as there may be.
             self.max_num_reqs * self.max_model_len,
@@ -119,6 +119,15 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         if not descs:
             state.mixed_graphs_why_not = f"no step has the {graph_sizes(64)[0]} rows of the smallest"
         return descs
+
+    def _nwor_largest_graph(self, layers: int) -> int:
+        """Return the rows of the largest graph of a mixed step, by the setting or else by the model."""
+        wanted = self.nwor.state.config.mixed_graph_rows
+        if wanted is not None:
+            return wanted
+        if self.vllm_config.quant_config is not None:
+            return LEAST_LARGEST  # elements of packed weights say little of what products compute
+        return largest_size(sum(weight.numel() for weight in self.get_model().parameters()), layers)
 
     def _nwor_stages(self) -> bool:
         """Return whether this engine's graphs may ever be those of ``stage``."""

@@ -94,7 +94,7 @@ def _why_never_chosen(vllm_config: Any, config: NworConfig) -> str | None:
     graphs = vllm_config.compilation_config.cudagraph_mode
     if vllm_config.model_config.enforce_eager or (graphs is not None and not graphs.has_full_cudagraphs()):
         return "full CUDA graphs are off"
-    if not config.mixed_graph_rows:
+    if config.mixed_graph_rows == 0:
         return "graphs of mixed steps are off (mixed_graph_rows is 0)"
     if vllm_config.model_config.is_multimodal_model or vllm_config.model_config.enable_prompt_embeds:
         return "the model takes embeddings, and mixed steps of it run without graphs"
