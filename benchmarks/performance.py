@@ -421,6 +421,25 @@ def serving_auto_turns() -> str:
     return _table(*heads, "`auto`", "`auto` / best", "rounds", rows=rows)
 
 
+def serving_fitted() -> str:
+    """Hard and easy requests together: windows alike, windows that fit each, and adaptive verification."""
+    document = json.loads((HERE / "serving" / "results" / "h200-fitted.json").read_text("utf-8"))
+    (loads,) = serving_report.groups(document).values()
+    arms = ("stock@2", "auto", "fitted", "adaptive@4")
+    rows = []
+    for load in sorted(loads, key=lambda load: int(load[1:])):
+        records = loads[load]
+        assert set(serving_figures.arms(records)) == set(arms)
+        rates = (statistics.median(one["tokens_s"] for one in records if one["arm"] == arm) for arm in arms)
+        pairs = (("auto", "stock@2"), ("fitted", "stock@2"), ("fitted", "auto"), ("adaptive@4", "auto"))
+        ratios = (str(serving_figures.compare(records, *pair, "turn_s")) for pair in pairs)
+        first = (f"{serving_figures.pooled(records, arm, 'ttft_ms', 0.5):.0f}" for arm in arms)
+        rows.append([load[1:], *(f"{rate:.0f}" for rate in rates), *ratios, " → ".join(first)])
+    heads = ("clients", "stock, k = 2, tokens/s", "`auto`", "`--fit-windows`", "adaptive, k = 4")
+    more = ("`auto` / stock, seconds", "fitted / stock", "fitted / `auto`", "adaptive / `auto`")
+    return _table(*heads, *more, "first token, ms", rows=rows)
+
+
 def serving_trees() -> str:
     """What is chosen among none, chains and trees, beside stock's best chain of the same run."""
     results = HERE / "serving" / "results" / "h200-trees-default.json"
@@ -489,10 +508,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving-auto": serving_auto,
     "serving-auto-acceptance": serving_auto_acceptance,
     "serving-auto-turns": serving_auto_turns,
+    "serving-fitted": serving_fitted,
     "serving-trees": serving_trees,
     "mixed": mixed_tables.kinds,
     "mixed-parts": mixed_tables.parts,
     "mixed-kernels": mixed_tables.kernels,
+    "mixed-cells": mixed_tables.cells,
+    "drafts": mixed_tables.drafts,
     "first-pass": mixed_tables.first_pass,
 }
 

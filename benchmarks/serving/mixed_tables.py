@@ -88,6 +88,44 @@ def kinds() -> str:
     return _lines("engine", "cells", *(name for name, _ in KINDS), "all", "cells below 1", rows=rows)
 
 
+def cells() -> str:
+    """Steps while prompts join on an H200, cell by cell, with the settings of the engine."""
+    rows = []
+    for name, engine in engines("h200-mixed"):
+        settings = ", ".join(f"`{one}`" for one in engine["engine"]["settings"])
+        if "fast_drafting" in settings:
+            continue
+        for cell in engine["cells"]:
+            times = " → ".join(f"{_ms(cell['blocks'][mode]):.2f}" for mode in ("off", "stage"))
+            each = mixed_cells.ratios(cell["blocks"], "off", "stage", "typical")
+            mean = f"{mixed_cells.geometric_mean(each):.3f} ({min(each):.3f} to {max(each):.3f})"
+            rows.append([name, settings, _cell(cell), times, mean])
+    return _lines("engine", "setting", "requests x prompt", "a step, ms", "`off` / `stage`", rows=rows)
+
+
+def drafts() -> str:
+    """Steps by their number of draft tokens, beside stock without speculation."""
+    found: dict[str, list[str]] = {}
+    for _, engine in engines("h200-drafts"):
+        profiles = {profile["cell"]: profile["kernels"] for profile in engine["profiles"]}
+        for cell in engine["cells"]:
+            row = found.setdefault(_cell(cell), [])
+            for mode in cell["blocks"]:
+                row.append(f"{_ms(cell['blocks'][mode]):.2f}")
+            for kernels_ in profiles.get(_cell(cell), {}).values():
+                row.append(f"{sum(spent for _, spent in kernels_.values()) / 1e3:.2f}")
+    rows = []
+    for cell_name, values in found.items():
+        if len(values) == 6:
+            stock, stock_kernels, *ours = values
+            shown = [f"{step} ({kernels_})" for step, kernels_ in zip(ours[:2], ours[2:], strict=True)]
+            rows.append([cell_name, f"{stock} ({stock_kernels})", *shown])
+        else:
+            rows.append([cell_name, *values])
+    heads = ("requests x prompt", "stock without speculation", "`stage`, 0 draft tokens", "1 draft token")
+    return _lines(*heads, rows=rows)
+
+
 def by_kind(kernels: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return microseconds a step by kind of kernel.
 
@@ -111,7 +149,7 @@ def kernels() -> str:
             took = [_ms(cell["blocks"][mode]) for cell in cells.values() for mode in ("off", "stage")]
             step = " → ".join(f"{1e3 * one:.0f}" for one in took) or "-"
             kinds_ = [" → ".join(f"{mode[kind]:.0f}" for mode in modes) for kind, _ in KERNELS]
-            rows.append([name.partition(",")[0], profile["cell"], step, *kinds_])
+            rows.append([name.removesuffix(", bf16 cache"), profile["cell"], step, *kinds_])
     heads = ("engine", "requests x prompt", "a step, us", *(kind for kind, _ in KERNELS))
     return _lines(*heads, rows=rows)
 
