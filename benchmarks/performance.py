@@ -440,6 +440,38 @@ def serving_fitted() -> str:
     return _table(*heads, *more, "first token, ms", rows=rows)
 
 
+def serving_auto_hard() -> str:
+    """A server that chooses where few drafts are accepted and many requests run, run by run."""
+    document = json.loads((HERE / "serving" / "results" / "h200-auto-hard.json").read_text("utf-8"))
+    (loads,) = serving_report.groups(document).values()
+    rows = []
+    for load in sorted(loads, key=lambda load: int(load[1:])):
+        for run in dict.fromkeys(one["run"] for one in loads[load]):
+            records = [one for one in loads[load] if one["run"] == run]
+            best = serving_figures.best_stock(records, "turn_s")
+            (own,) = (one for one in records if one["arm"] == "auto")
+            seconds = [next(one["wall_s"] for one in records if one["arm"] == arm) for arm in (best, "auto")]
+            drafted = own["counters"]["drafts"] / own["counters"]["generated"]
+            rows.append(
+                [
+                    f"{load[1:]} clients",
+                    ", ".join(
+                        sorted(arm.partition("@")[2] for arm in {one["arm"] for one in records} - {"auto"})
+                    ),
+                    best.partition("@")[2],
+                    *(f"{one:.1f}" for one in seconds),
+                    f"{drafted:.2f}",
+                    *(
+                        str(serving_figures.compare(records, "auto", best, figure))
+                        for figure in ("turn_s", "tokens_s")
+                    ),
+                    _both(records, "ttft_ms", 0.5, best, "auto"),
+                ]
+            )
+    heads = ("load", "numbers tried", "best", "its seconds", "`auto`", "drafted windows a token")
+    return _table(*heads, "best / `auto`, seconds", "`auto` / best, tokens/s", "first token, ms", rows=rows)
+
+
 def serving_trees() -> str:
     """What is chosen among none, chains and trees, beside stock's best chain of the same run."""
     results = HERE / "serving" / "results" / "h200-trees-default.json"
@@ -509,6 +541,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving-auto-acceptance": serving_auto_acceptance,
     "serving-auto-turns": serving_auto_turns,
     "serving-fitted": serving_fitted,
+    "serving-auto-hard": serving_auto_hard,
     "serving-trees": serving_trees,
     "mixed": mixed_tables.kinds,
     "mixed-parts": mixed_tables.parts,
