@@ -181,3 +181,17 @@ def test_a_mixed_graph_that_cannot_be_captured_ends_no_start(
     monkeypatch.setattr(GPUModelRunner, "profile_cudagraph_memory", lambda self: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         runner.profile_cudagraph_memory()
+
+
+@pytest.mark.parametrize(
+    ("setting", "quantized", "ranks", "rows"),
+    [(None, False, 1, 8192), (None, True, 1, 2048), (None, False, 2, 2048), (512, False, 1, 512)],
+)
+def test_the_largest_graph_follows_from_the_model_where_nobody_sets_it(
+    runner: Any, setting: int | None, quantized: bool, ranks: int, rows: int
+) -> None:
+    runner.vllm_config.quant_config = object() if quantized else None
+    runner.parallel_config = SimpleNamespace(tensor_parallel_size=ranks)
+    runner.nwor.state.config.mixed_graph_rows = setting
+    runner.model = torch.nn.Linear(64, 64)
+    assert runner._nwor_largest_graph(2) == rows

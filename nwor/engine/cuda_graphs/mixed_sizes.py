@@ -52,8 +52,8 @@ def largest_size(parameters: int, layers: int) -> int:
     large models, a graph saves nothing, and its padding costs.
 
     Args:
-        parameters: of the model, those of this rank.
-        layers: of the model, those of this rank.
+        parameters: elements of the model's weights.
+        layers: of the model.
 
     """
     rows = int(layers * HOST_SECONDS_A_LAYER * FLOPS_A_SECOND / (2 * max(parameters, 1)))

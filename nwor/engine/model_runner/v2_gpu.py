@@ -127,6 +127,10 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
             return wanted
         if self.vllm_config.quant_config is not None:
             return LEAST_LARGEST  # elements of packed weights say little of what products compute
+        if self.parallel_config.tensor_parallel_size > 1:
+            return (
+                LEAST_LARGEST  # ranks have to have the same graphs, whatever share of the weights is theirs
+            )
         return largest_size(sum(weight.numel() for weight in self.get_model().parameters()), layers)
 
     def _nwor_stages(self) -> bool:
