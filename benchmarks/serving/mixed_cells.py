@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from nwor.config import DraftBounds
+
 #: Tokens of the prompt that comes in chunks.
 LONG = 16384
 #: Requests that decode, and tokens of the prompts beside them; 0 is none. What serving does most comes first.
@@ -75,6 +77,29 @@ def parse(text: str, every: int) -> list[Cell]:
         requests, prompt, bounded, drafts = found
         cells.append(Cell(requests, prompt, every, bounded, drafts))
     return cells
+
+
+def parse_mode(text: str, k: int) -> tuple[str, int | None]:
+    """Return the mode of ``stage@1`` and its draft tokens; None for them where none are given.
+
+    Args:
+        text: a mode, with a number where the engine is to choose among several and is kept to that one.
+        k: the most draft tokens of the engine.
+
+    Raises:
+        ValueError: if the engine has no graphs of that number, or chooses none in that mode.
+
+    """
+    mode, at, number = text.strip().partition("@")
+    if not at:
+        return mode, None
+    numbers = DraftBounds(0, k).candidates
+    if mode != "stage" or not number.isdecimal() or int(number) not in numbers:
+        known = ", ".join(f"stage@{one}" for one in numbers)
+        raise ValueError(
+            f"{text!r} is no mode: numbers of draft tokens are chosen in stage alone, as {known}"
+        )
+    return mode, int(number)
 
 
 @dataclass(frozen=True)

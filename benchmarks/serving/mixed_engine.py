@@ -60,7 +60,9 @@ class Rig:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.modes: list[str] = args.modes.split(",")
-        self._kept = Kept(args.k) if any("@" in mode for mode in self.modes) else None
+        self._parsed = {mode: mixed_cells.parse_mode(mode, args.k) for mode in self.modes}
+        chosen = any(drafts is not None for _, drafts in self._parsed.values())
+        self._kept = Kept(args.k) if chosen else None
         self._numbers = itertools.count()
         self._random = random.Random(1)
         self._arrived: list[tuple[float, float, dict[str, int]]] = []
@@ -81,7 +83,7 @@ class Rig:
             from nwor.engine.plugin import register
 
             register()
-            modes = list(dict.fromkeys(mode.partition("@")[0] for mode in self.modes))
+            modes = list(dict.fromkeys(mode for mode, _ in self._parsed.values()))
             settings = {"mode": modes[0], "modes": modes}
             if self._kept is not None:
                 settings["draft_tokens"] = str(DraftBounds(0, args.k))
@@ -226,9 +228,9 @@ class Rig:
 
     def switch(self, mode: str) -> None:
         """Put a mode in force."""
-        name, _, drafts = mode.partition("@")
+        name, drafts = self._parsed[mode]
         if self._kept is not None:
-            self._kept.drafts = int(drafts or self.args.k)
+            self._kept.drafts = self.args.k if drafts is None else drafts
         if name != "stock":
             self.llm.collective_rpc("nwor_set_mode", args=(name,))
 

@@ -101,6 +101,8 @@ def main(argv: list[str]) -> int:
     """Measure engine after engine; each gets an equal part of the time that is left."""
     args = parse(argv)
     mixed_cells.parse(args.cells, args.every)
+    for mode in args.modes.split(","):
+        mixed_cells.parse_mode(mode, args.k)
     began, engines = time.time(), args.engines.split(",")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     records = json.loads(args.out.read_text())["engines"] if args.out.is_file() else []

@@ -105,23 +105,17 @@ def cells() -> str:
 
 def drafts() -> str:
     """Steps by their number of draft tokens, beside stock without speculation."""
-    found: dict[str, list[str]] = {}
+    modes = ("stock", "stage@0", "stage@1")
+    found: dict[str, dict[str, str]] = {}
     for _, engine in engines("h200-drafts"):
         profiles = {profile["cell"]: profile["kernels"] for profile in engine["profiles"]}
         for cell in engine["cells"]:
-            row = found.setdefault(_cell(cell), [])
-            for mode in cell["blocks"]:
-                row.append(f"{_ms(cell['blocks'][mode]):.2f}")
-            for kernels_ in profiles.get(_cell(cell), {}).values():
-                row.append(f"{sum(spent for _, spent in kernels_.values()) / 1e3:.2f}")
-    rows = []
-    for cell_name, values in found.items():
-        if len(values) == 6:
-            stock, stock_kernels, *ours = values
-            shown = [f"{step} ({kernels_})" for step, kernels_ in zip(ours[:2], ours[2:], strict=True)]
-            rows.append([cell_name, f"{stock} ({stock_kernels})", *shown])
-        else:
-            rows.append([cell_name, *values])
+            for mode, blocks in cell["blocks"].items():
+                step = f"{_ms(blocks):.2f}"
+                if kernels_ := profiles.get(_cell(cell), {}).get(mode):
+                    step += f" ({sum(spent for _, spent in kernels_.values()) / 1e3:.2f})"
+                found.setdefault(_cell(cell), {})[mode] = step
+    rows = [[cell_name, *(steps[mode] for mode in modes)] for cell_name, steps in found.items()]
     heads = ("requests x prompt", "stock without speculation", "`stage`, 0 draft tokens", "1 draft token")
     return _lines(*heads, rows=rows)
 

@@ -253,6 +253,17 @@ def test_mixed_cells_come_in_order() -> None:
     assert [mixed_cells.Cell(4, 0).bound(index) for index in range(4)] == [None] * 4
 
 
+def test_modes_with_a_number_of_draft_tokens() -> None:
+    assert mixed_cells.parse_mode("off", 4) == ("off", None)
+    assert mixed_cells.parse_mode("stage@0", 4) == ("stage", 0)
+    assert mixed_cells.parse_mode("stage@4", 4) == ("stage", 4)
+    for wrong in ("stage@5", "stage@7", "stock@1", "off@0", "stage@", "stage@-1"):
+        with pytest.raises(ValueError, match="stage@0, stage@1, stage@2, stage@3, stage@4"):
+            mixed_cells.parse_mode(wrong, 4)
+    with pytest.raises(ValueError, match="is no mode"):
+        mixed_steps.main(["--out", "x.json", "--modes", "off,stage@9"])
+
+
 def test_blocks_of_steps_are_described() -> None:
     steps = [mixed_cells.Step(0.010, 0.004, 4, 0), mixed_cells.Step(0.020, 0.010, 4, 128)] * 2
     found = mixed_cells.describe(steps)

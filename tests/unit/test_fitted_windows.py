@@ -201,7 +201,7 @@ def test_the_time_of_a_pass_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
         def end(self) -> None: ...
 
     class Clock:
-        def __init__(self, device: Any) -> None: ...
+        def __init__(self, device: Any, alone: bool) -> None: ...
 
         def seconds(self, step: Callable[[], None], steps: int) -> float:
             for _ in range(steps):
@@ -215,6 +215,7 @@ def test_the_time_of_a_pass_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
         device=torch.device("cpu"),
         kv_cache_config=SimpleNamespace(num_blocks=1 << 20),
         kv_connector=SimpleNamespace(set_disabled=lambda disabled: None),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         max_model_len=2048,
         max_num_tokens=8192,
         max_num_reqs=64,

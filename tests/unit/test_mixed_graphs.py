@@ -251,7 +251,8 @@ def test_sizes_grow_with_the_rows_and_end_at_the_limit() -> None:
     assert all(b - a <= (8 if b <= 256 else 16) for a, b in itertools.pairwise(sizes) if b <= 512)
     assert max(b - a for a, b in itertools.pairwise(sizes)) == 64
     assert sizes == sorted(set(sizes))
-    assert graph_sizes(600) == [size for size in sizes if size <= 600]
+    assert graph_sizes(600) == [*(size for size in sizes if size < 600), 600]  # no step has more rows
+    assert graph_sizes(2368)[-2:] == [2304, 2368]
     assert graph_sizes(7) == []
     assert graph_sizes(4096)[len(sizes) :] == list(range(2048 + 128, 4096 + 1, 128))
 

@@ -21,18 +21,18 @@ TREE_STEPS = ((256, 16), (1024, 64), (2048, 128), (1 << 30, 512))
 WIDE_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536)
 #: Rows of the largest graph where nobody sets them, at least and at most.
 LEAST_LARGEST, MOST_LARGEST = 2048, 8192
-#: What an H100 or H200 computes a second in products of many rows, and what their hosts take for a layer that
-#: is launched from Python: 0.6 to 1.2 ms.
+#: What an H100 or H200 computes a second in products of many rows. What their hosts take for a layer that is
+#: launched from Python: 0.6 to 1.2 ms were seen.
 FLOPS_A_SECOND, HOST_SECONDS_A_LAYER = 6e14, 1e-3
 #: Requests up to which `verify_attention` has a kernel for few work tiles, at 8 KV heads on 132 processors.
 FEW_TREES = 16
 
 
 def graph_sizes(most_rows: int, steps: Sequence[tuple[int, int]] | None = None) -> list[int]:
-    """Return the rows of each graph, ascending, the largest of at most ``most_rows``.
+    """Return the rows of each graph, ascending; the last are those of the largest step.
 
     Args:
-        most_rows: rows of the largest step that is to run in a graph.
+        most_rows: rows of the largest step that is to run in a graph. Below the smallest size there is none.
         steps: as :data:`STEPS`, which stand where none are given.
 
     """
@@ -41,8 +41,10 @@ def graph_sizes(most_rows: int, steps: Sequence[tuple[int, int]] | None = None) 
     while True:
         size += next(step for limit, step in steps or STEPS if size < limit)
         if size > most_rows:
-            return sizes
+            break
         sizes.append(size)
+    # Where many prompts wait, nearly every step has as many rows as it may have.
+    return sizes if not sizes or sizes[-1] == most_rows else [*sizes, most_rows]
 
 
 def largest_size(parameters: int, layers: int) -> int:

@@ -30,9 +30,9 @@ REQUESTS_CPU = (1, 4, 16, 64)
 #: Rows of the prompts that are measured alone.
 ROWS = (16, 64, 128, 256, 512, 1024, 2048)
 ROWS_CPU = (16, 64, 256)
-#: Steps before a measurement, and those that are measured in a row; of many requests, whose steps are longer.
-SETTLE, STEPS = 1, 3
-MANY, STEPS_OF_MANY = 16, 2
+#: Steps before a measurement, and those that are measured in a row. vLLM's runner has room for the inputs of
+#: two steps that are under way, and the host launches these before the device begins the first.
+SETTLE, STEPS = 1, 2
 #: Most rows of chains together: an H200 gains by longer ones only where nearly all of them are accepted.
 MOST_CHAIN_ROWS = 1024
 #: How often all is measured, one time after the other: the shortest time of each counts. Whatever else the
@@ -154,9 +154,9 @@ def measure(worker: Any, bounds: DraftBounds, fits: bool = False) -> StepCosts:
     from vllm.v1.worker.gpu.warmup import _warmup_block_counter
 
     runner = worker.model_runner
-    cpu = runner.device.type == "cpu"
+    cpu, alone = runner.device.type == "cpu", runner.parallel_config.tensor_parallel_size == 1
     began = time.perf_counter()
-    requests, clock = _Requests(worker, _warmup_block_counter(runner)), StepClock(runner.device)
+    requests, clock = _Requests(worker, _warmup_block_counter(runner)), StepClock(runner.device, alone)
     numbers = bounds.candidates
     blocks = runner.kv_cache_config.num_blocks - 1
     fitting = [
@@ -210,8 +210,7 @@ def measure(worker: Any, bounds: DraftBounds, fits: bool = False) -> StepCosts:
             requests.step(before, drafts)
             for _ in range(SETTLE):
                 requests.step(drafts, drafts)
-            steps = STEPS if count <= MANY else STEPS_OF_MANY
-            row.append(clock.seconds(partial(requests.step, drafts, drafts), steps))
+            row.append(clock.seconds(partial(requests.step, drafts, drafts), STEPS))
             before = drafts
         return row
 
@@ -227,12 +226,12 @@ def measure(worker: Any, bounds: DraftBounds, fits: bool = False) -> StepCosts:
             requests.begin(count, prompt, room, 0)
             for _ in range(1 + SETTLE):
                 requests.step(0, drafts)
-            found.append(clock.seconds(partial(requests.step, 0, drafts), STEPS_OF_MANY))
+            found.append(clock.seconds(partial(requests.step, 0, drafts), STEPS))
         return found[0], found[1]
 
     def prompts(size: int) -> float:
         requests.begin(1, size, 1, 0)
-        return clock.seconds(partial(requests.begin, 1, size, 1, 0), STEPS - 1)
+        return clock.seconds(partial(requests.begin, 1, size, 1, 0), STEPS)
 
     runner.kv_connector.set_disabled(True)
     try:

@@ -19,19 +19,21 @@ _CYCLES = 1_000_000
 class StepClock:
     """Times steps on one device.
 
-    A few steps in a row begin with one that the device waits for: the fewer they are and the shorter, the
+    A few steps in a row begin with one that the device waits for. The fewer they are and the shorter, the
     more the host shows in their mean. So the device is kept waiting until all are launched, and only then
     are they timed. A step takes no less than its launch: where the host is slower, it sets the pace.
 
     Args:
         device: where steps run. Those of a CPU are timed as they are.
+        alone: whether no other device takes part in the steps. Else they are timed as they are too: one
+            would wait for another that is kept waiting longer.
 
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, alone: bool = True) -> None:
         self._device = device
         self._launch = FIRST_LAUNCH
-        self._cycles = self._cycles_a_second() if device.type == "cuda" else 0.0
+        self._cycles = self._cycles_a_second() if device.type == "cuda" and alone else 0.0
 
     def seconds(self, step: Callable[[], None], steps: int) -> float:
         """Return the seconds of one of several steps in a row.
@@ -41,14 +43,16 @@ class StepClock:
             steps: how many.
 
         """
-        if self._device.type != "cuda":
+        if not self._cycles:
+            self._finish()
             before = time.perf_counter()
             for _ in range(steps):
                 step()
+            self._finish()
             return (time.perf_counter() - before) / steps
         wait = min(max(SPARE * steps * self._launch, LEAST_WAIT), MOST_WAIT)
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self._device)
+        self._finish()
         torch.cuda._sleep(int(wait * self._cycles))
         began.record()
         launched = [time.perf_counter()]
@@ -56,11 +60,14 @@ class StepClock:
             step()
             launched.append(time.perf_counter())
         ended.record()
-        torch.cuda.synchronize(self._device)
-        launches = [after - before for before, after in pairwise(launched)]
-        self._launch = sum(launches) / steps
-        # A launch that waits for the device is no work of the host's: the shortest is.
-        return max(began.elapsed_time(ended) / 1e3 / steps, min(launches))
+        self._finish()
+        # A launch that waits for the device, or for the collector, is no work of its own: the shortest is.
+        self._launch = min(after - before for before, after in pairwise(launched))
+        return max(began.elapsed_time(ended) / 1e3 / steps, self._launch)
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _cycles_a_second(self) -> float:
         """Return how many cycles of waiting make a second on the device."""
@@ -70,6 +77,6 @@ class StepClock:
             began.record()
             torch.cuda._sleep(_CYCLES)
             ended.record()
-            torch.cuda.synchronize(self._device)
+            self._finish()
             seconds.append(began.elapsed_time(ended) / 1e3)
         return _CYCLES / min(seconds)

@@ -125,12 +125,10 @@ class NworGPUModelRunnerV2(NworRunnerV2, GPUModelRunner):
         wanted = self.nwor.state.config.mixed_graph_rows
         if wanted is not None:
             return wanted
-        if self.vllm_config.quant_config is not None:
-            return LEAST_LARGEST  # elements of packed weights say little of what products compute
-        if self.parallel_config.tensor_parallel_size > 1:
-            return (
-                LEAST_LARGEST  # ranks have to have the same graphs, whatever share of the weights is theirs
-            )
+        # Elements of packed weights say little of what products compute. Ranks have to have the same graphs,
+        # and may have unequal shares of the weights.
+        if self.vllm_config.quant_config is not None or self.parallel_config.tensor_parallel_size > 1:
+            return LEAST_LARGEST
         return largest_size(sum(weight.numel() for weight in self.get_model().parameters()), layers)
 
     def _nwor_stages(self) -> bool:
