@@ -84,7 +84,7 @@ def _why_no_steps(scheduler: Any) -> str | None:
         (scheduler.observability_config.enable_logging_iteration_details, "details of steps in the log"),
     ):
         if found:
-            return f"there is {what}"
+            return f"this engine has {what}"
     return changed(TOKENS, BLOCKS, RESULTS, STEPS)
 
 
