@@ -14,7 +14,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -340,6 +340,27 @@ def serving_lengths() -> str:
     return _table(*heads, "first token, ms", "99%, ms", "longest stall, 99%, ms", rows=rows)
 
 
+def _by_clients(loads: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return closed loops in words, and their records, by the number of clients."""
+    ordered = sorted(loads, key=lambda load: int(load[1:]))
+    return [(f"{load[1:]} client" + ("s" if load != "c1" else ""), loads[load]) for load in ordered]
+
+
+def _number(arm: str) -> str:
+    """Return the draft tokens of an arm of stock's."""
+    return arm.partition("@")[2] or "4"
+
+
+def _tried(records: Any) -> str:
+    """Return the draft tokens of stock's arms."""
+    return ", ".join(sorted(_number(arm) for arm in serving_figures.arms(records) if arm.startswith("stock")))
+
+
+def _median(records: Any, arm: str, figure: str) -> float:
+    """Return the median over the rounds of an arm."""
+    return statistics.median(one[figure] for one in records if one["arm"] == arm)
+
+
 def serving_auto() -> str:
     """Servers under HTTP load: stock with each number of drafts, and one that chooses it."""
     document = json.loads((HERE / "serving" / "results" / "h200-auto.json").read_text("utf-8"))
@@ -373,20 +394,12 @@ def serving_auto_acceptance() -> str:
     document = json.loads(results.read_text("utf-8"))
     rows = []
     for group, loads in serving_report.groups(document).items():
-        for load, records in loads.items():
-            stock = [arm for arm in serving_figures.arms(records) if arm.startswith("stock")]
+        for clients, records in _by_clients(loads):
             best = serving_figures.best_stock(records)
-            chances = {one["acceptance"] for one in records}
-            assert len(chances) == 1
-            named = ", ".join(arm.partition("@")[2] or "4" for arm in stock)
-            rates = (
-                f"{statistics.median(one['tokens_s'] for one in records if one['arm'] == arm):.0f}"
-                for arm in (best, "auto")
-            )
-            clients = f"{load[1:]} client" + ("s" if load != "c1" else "")
+            (chance,) = {one["acceptance"] for one in records}
+            rates = (f"{_median(records, arm, 'tokens_s'):.0f}" for arm in (best, "auto"))
             ratio = str(serving_figures.compare(records, "auto", best, "tokens_s"))
-            number = best.partition("@")[2] or "4"
-            rows.append([group[1].upper(), chances.pop(), clients, named, number, *rates, ratio])
+            rows.append([group[1].upper(), chance, clients, _tried(records), _number(best), *rates, ratio])
     heads = ("model", "chance of a draft", "load", "numbers tried", "best", "tokens/s")
     return _table(*heads, "`auto`", "`auto` / best", rows=rows)
 
@@ -397,22 +410,16 @@ def serving_auto_turns() -> str:
     document = json.loads(results.read_text("utf-8"))
     rows = []
     for group, loads in serving_report.groups(document).items():
-        for load in sorted(loads, key=lambda load: int(load[1:])):
-            records = loads[load]
-            stock = [arm for arm in serving_figures.arms(records) if arm.startswith("stock")]
+        for clients, records in _by_clients(loads):
             best = serving_figures.best_stock(records, "turn_s")
-            seconds = (
-                f"{statistics.median(one['wall_s'] for one in records if one['arm'] == arm):.1f}"
-                for arm in (best, "auto")
-            )
             rows.append(
                 [
                     f"{group[1].upper()}, {group[2]}",
                     records[0]["acceptance"],
-                    f"{load[1:]} client" + ("s" if load != "c1" else ""),
-                    ", ".join(sorted(arm.partition("@")[2] or "4" for arm in stock)),
-                    best.partition("@")[2] or "4",
-                    *seconds,
+                    clients,
+                    _tried(records),
+                    _number(best),
+                    *(f"{_median(records, arm, 'wall_s'):.1f}" for arm in (best, "auto")),
                     str(serving_figures.compare(records, "auto", best, "turn_s")),
                     str(len({(one["run"], one["round"]) for one in records})),
                 ]
@@ -427,15 +434,14 @@ def serving_fitted() -> str:
     (loads,) = serving_report.groups(document).values()
     arms = ("stock@2", "auto", "fitted", "adaptive@4")
     rows = []
-    for load in sorted(loads, key=lambda load: int(load[1:])):
-        records = loads[load]
+    for clients, records in _by_clients(loads):
         assert set(serving_figures.arms(records)) == set(arms)
-        rates = (statistics.median(one["tokens_s"] for one in records if one["arm"] == arm) for arm in arms)
         pairs = (("auto", "stock@2"), ("fitted", "stock@2"), ("fitted", "auto"), ("adaptive@4", "auto"))
         ratios = (str(serving_figures.compare(records, *pair, "turn_s")) for pair in pairs)
+        rates = (f"{_median(records, arm, 'tokens_s'):.0f}" for arm in arms)
         first = (f"{serving_figures.pooled(records, arm, 'ttft_ms', 0.5):.0f}" for arm in arms)
-        rows.append([load[1:], *(f"{rate:.0f}" for rate in rates), *ratios, " → ".join(first)])
-    heads = ("clients", "stock, k = 2, tokens/s", "`auto`", "`--fit-windows`", "adaptive, k = 4")
+        rows.append([clients, *rates, *ratios, " → ".join(first)])
+    heads = ("load", "stock, k = 2, tokens/s", "`auto`", "`--fit-windows`", "adaptive, k = 4")
     more = ("`auto` / stock, seconds", "fitted / stock", "fitted / `auto`", "adaptive / `auto`")
     return _table(*heads, *more, "first token, ms", rows=rows)
 
@@ -445,26 +451,20 @@ def serving_auto_hard() -> str:
     document = json.loads((HERE / "serving" / "results" / "h200-auto-hard.json").read_text("utf-8"))
     (loads,) = serving_report.groups(document).values()
     rows = []
-    for load in sorted(loads, key=lambda load: int(load[1:])):
-        for run in dict.fromkeys(one["run"] for one in loads[load]):
-            records = [one for one in loads[load] if one["run"] == run]
+    for clients, every in _by_clients(loads):
+        for run in dict.fromkeys(one["run"] for one in every):
+            records = [one for one in every if one["run"] == run]
             best = serving_figures.best_stock(records, "turn_s")
-            (own,) = (one for one in records if one["arm"] == "auto")
-            seconds = [next(one["wall_s"] for one in records if one["arm"] == arm) for arm in (best, "auto")]
-            drafted = own["counters"]["drafts"] / own["counters"]["generated"]
+            (own,) = (one["counters"] for one in records if one["arm"] == "auto")
+            ratios = (serving_figures.compare(records, "auto", best, one) for one in ("turn_s", "tokens_s"))
             rows.append(
                 [
-                    f"{load[1:]} clients",
-                    ", ".join(
-                        sorted(arm.partition("@")[2] for arm in {one["arm"] for one in records} - {"auto"})
-                    ),
-                    best.partition("@")[2],
-                    *(f"{one:.1f}" for one in seconds),
-                    f"{drafted:.2f}",
-                    *(
-                        str(serving_figures.compare(records, "auto", best, figure))
-                        for figure in ("turn_s", "tokens_s")
-                    ),
+                    clients,
+                    _tried(records),
+                    _number(best),
+                    *(f"{_median(records, arm, 'wall_s'):.1f}" for arm in (best, "auto")),
+                    f"{own['drafts'] / own['generated']:.2f}",
+                    *map(str, ratios),
                     _both(records, "ttft_ms", 0.5, best, "auto"),
                 ]
             )

@@ -19,7 +19,7 @@ from nwor.tree_shape import TreeShape
 CONFIG_KEY = "nwor"
 
 #: Settings that are whole numbers from 0.
-_COUNTS = ("self_check_interval", "mixed_graph_rows", "grammar_seconds")
+_COUNTS = ("self_check_interval", "grammar_seconds")
 
 #: vLLM's attention backends on GPUs that NWOR extends, and the choice among them by the GPU.
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "flashinfer", "rocm")
@@ -191,9 +191,10 @@ class NworConfig:
                 "--num-speculative-tokens auto or the setting draft_tokens, or drop --fit-windows "
                 "(fit_windows)"
             )
-        for name in _COUNTS:
-            if (getattr(self, name) or 0) < 0:
-                raise ConfigError(f"NWOR setting {name!r} must be 0 or more, not {getattr(self, name)}")
+        for name in (*_COUNTS, "mixed_graph_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"NWOR setting {name!r} must be 0 or more, not {value}")
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> NworConfig:
@@ -222,8 +223,10 @@ class NworConfig:
         if "attention_backends" in settings:
             values["attention_backends"] = _parse_backends(settings["attention_backends"])
         for name in _COUNTS:
-            if name in settings and not (settings[name] is None and name == "mixed_graph_rows"):
+            if name in settings:
                 values[name] = _parse_int(name, settings[name])
+        if settings.get("mixed_graph_rows") is not None:
+            values["mixed_graph_rows"] = _parse_int("mixed_graph_rows", settings["mixed_graph_rows"])
         for name in ("fast_host", "fast_sampling", "fast_drafting", "fit_windows", "tree_required"):
             if name in settings:
                 values[name] = _parse_bool(name, settings[name])

@@ -35,17 +35,6 @@ def _values(settings: list[str]) -> dict[str, Any]:
     return {name: json.loads(value) for name, value in (one.split("=", 1) for one in settings)}
 
 
-class Kept:
-    """Stands where the scheduler asks for a number of draft tokens, and answers with the same each time."""
-
-    def __init__(self, drafts: int) -> None:
-        self.drafts = drafts
-
-    def __getitem__(self, requests: int) -> int:
-        """Return it, whatever the number of requests."""
-        return self.drafts
-
-
 class Rig:
     """The engine and the requests on it.
 
@@ -61,8 +50,8 @@ class Rig:
         self.args = args
         self.modes: list[str] = args.modes.split(",")
         self._parsed = {mode: mixed_cells.parse_mode(mode, args.k) for mode in self.modes}
-        chosen = any(drafts is not None for _, drafts in self._parsed.values())
-        self._kept = Kept(args.k) if chosen else None
+        self._chooses = any(drafts is not None for _, drafts in self._parsed.values())
+        self._drafts: int = args.k
         self._numbers = itertools.count()
         self._random = random.Random(1)
         self._arrived: list[tuple[float, float, dict[str, int]]] = []
@@ -85,7 +74,7 @@ class Rig:
             register()
             modes = list(dict.fromkeys(mode for mode, _ in self._parsed.values()))
             settings = {"mode": modes[0], "modes": modes}
-            if self._kept is not None:
+            if self._chooses:
                 settings["draft_tokens"] = str(DraftBounds(0, args.k))
             settings |= _values(args.nwor)
             extra["additional_config"] = {"nwor": settings}
@@ -104,15 +93,13 @@ class Rig:
             kv_cache_dtype=args.cache_dtype,
             kv_cache_memory_bytes=int(args.cache_gib * 2**30),
             speculative_config=models.speculation(
-                draft, "eagle", Arm("stage", "stage", args.k, self._kept is not None), args.acceptance, 1
+                draft, "eagle", Arm("stage", "stage", args.k, self._chooses), args.acceptance, 1
             ),
             disable_log_stats=False,  # as a server
             seed=0,
             **extra,
         )
         self.core = self.llm.llm_engine.engine_core.engine_core
-        if self._kept is not None:
-            self.core.scheduler.dynamic_sd_lookup = self._kept
         self._watch()
         config = self.llm.llm_engine.vllm_config
         report = None if self.modes == ["stock"] else self.llm.collective_rpc("nwor_report")[0]
@@ -174,7 +161,7 @@ class Rig:
             made = self.request(CONTEXT + 13 * (index % 17), answer, "decode-", bound)
             self._ids.append(made.request_id)
             self.core.add_request(made)
-        k = self.args.k if self._kept is None else self._kept.drafts
+        k = self._drafts
         wanted = sum(1 + (k if bound is None else min(bound, k)) for bound in bounds)
         for _ in range(10000):
             self.step()
@@ -227,12 +214,13 @@ class Rig:
         return {**mixed_cells.describe(found), "counts": _grown(before, self.counts())}
 
     def switch(self, mode: str) -> None:
-        """Put a mode in force."""
+        """Put a mode in force, and its number of draft tokens where the engine has several."""
         name, drafts = self._parsed[mode]
-        if self._kept is not None:
-            self._kept.drafts = self.args.k if drafts is None else drafts
         if name != "stock":
             self.llm.collective_rpc("nwor_set_mode", args=(name,))
+        if self._chooses:
+            self._drafts = self.args.k if drafts is None else drafts
+            self.llm.collective_rpc("nwor_set_draft_tokens", args=(str(self._drafts),))
 
     def counts(self) -> dict[str, Any]:
         """Return NWOR's counters."""

@@ -45,7 +45,6 @@ class Arm:
         chosen: whether the server chooses the draft tokens of each step.
         tree: what windows of k draft tokens are; None where all are chains.
         adaptive: whether vLLM verifies those of the k draft tokens alone that are likely to be accepted.
-        fits: whether the server may choose fewer for some requests of a step.
 
     """
 
@@ -55,7 +54,11 @@ class Arm:
     chosen: bool = False
     tree: TreeShape | None = None
     adaptive: bool = False
-    fits: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the server may choose fewer draft tokens for some requests of a step."""
+        return self.name == FITTED
 
     @property
     def server(self) -> str:
@@ -63,7 +66,7 @@ class Arm:
         if self.tree is not None:
             return f"nwor@{self.name.replace('@', '-')}"
         if self.chosen:
-            return f"nwor@{FITTED if self.fits else AUTO}"
+            return f"nwor@{self.name}"
         kind = f"{ADAPTIVE}-" if self.adaptive else ""
         return f"{STOCK if self.mode == STOCK else 'nwor'}@{kind}{self.k}"
 
@@ -81,7 +84,7 @@ def parse_arm(text: str, k: int) -> Arm:
 
     """
     if text.strip() in (AUTO, FITTED):
-        return Arm(text.strip(), MODES[1], MOST_CHOSEN, chosen=True, fits=text.strip() == FITTED)
+        return Arm(text.strip(), MODES[1], MOST_CHOSEN, chosen=True)
     if match := re.fullmatch(rf"({AUTO}-)?{TREE}@(\d+)x(\d+)(?:x(\d+))?", text.strip()):
         nodes, depth, width = (int(number) if number else None for number in match.groups()[1:])
         shape = TreeShape.of(nodes or 0, depth, width)

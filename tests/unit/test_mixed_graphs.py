@@ -269,7 +269,7 @@ def test_sizes_grow_with_the_rows_and_end_at_the_limit() -> None:
 )
 def test_small_models_have_larger_graphs(parameters: int, layers: int, rows: int) -> None:
     assert largest_size(parameters, layers) == rows
-    assert rows in graph_sizes(rows)
+    assert rows in graph_sizes(mixed_sizes.MOST_LARGEST)
 
 
 def test_graphs_take_as_many_requests_as_are_likely_in_so_many_rows() -> None:

@@ -154,9 +154,10 @@ def measure(worker: Any, bounds: DraftBounds, fits: bool = False) -> StepCosts:
     from vllm.v1.worker.gpu.warmup import _warmup_block_counter
 
     runner = worker.model_runner
-    cpu, alone = runner.device.type == "cpu", runner.parallel_config.tensor_parallel_size == 1
+    cpu = runner.device.type == "cpu"
     began = time.perf_counter()
-    requests, clock = _Requests(worker, _warmup_block_counter(runner)), StepClock(runner.device, alone)
+    requests = _Requests(worker, _warmup_block_counter(runner))
+    clock = StepClock(runner.device, runner.parallel_config.tensor_parallel_size == 1)
     numbers = bounds.candidates
     blocks = runner.kv_cache_config.num_blocks - 1
     fitting = [

@@ -50,20 +50,30 @@ class StepClock:
                 step()
             self._finish()
             return (time.perf_counter() - before) / steps
+        launched: list[float] = []
+
+        def launch() -> None:
+            launched.append(time.perf_counter())
+            for _ in range(steps):
+                step()
+                launched.append(time.perf_counter())
+
         wait = min(max(SPARE * steps * self._launch, LEAST_WAIT), MOST_WAIT)
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._finish()
         torch.cuda._sleep(int(wait * self._cycles))
-        began.record()
-        launched = [time.perf_counter()]
-        for _ in range(steps):
-            step()
-            launched.append(time.perf_counter())
-        ended.record()
-        self._finish()
+        taken = self._on_device(launch)
         # A launch that waits for the device, or for the collector, is no work of its own: the shortest is.
         self._launch = min(after - before for before, after in pairwise(launched))
-        return max(began.elapsed_time(ended) / 1e3 / steps, self._launch)
+        return max(taken / steps, self._launch)
+
+    def _on_device(self, launch: Callable[[], None]) -> float:
+        """Return the seconds that the device takes for what is launched, once it has done all before."""
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        launch()
+        ended.record()
+        self._finish()
+        return began.elapsed_time(ended) / 1e3
 
     def _finish(self) -> None:
         if self._device.type == "cuda":
@@ -71,12 +81,4 @@ class StepClock:
 
     def _cycles_a_second(self) -> float:
         """Return how many cycles of waiting make a second on the device."""
-        seconds = []
-        for _ in range(3):
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            torch.cuda._sleep(_CYCLES)
-            ended.record()
-            self._finish()
-            seconds.append(began.elapsed_time(ended) / 1e3)
-        return _CYCLES / min(seconds)
+        return _CYCLES / min(self._on_device(lambda: torch.cuda._sleep(_CYCLES)) for _ in range(3))
